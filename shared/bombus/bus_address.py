@@ -20,9 +20,9 @@ def without_login(url: str) -> str:
 
 
 def check_bus_address(url: str) -> None:
-    """Raise `Refused` unless this is the URL of a bus, or several separated by commas.
+    """Raise `Refused` unless the text is the URL of a bus, or several URLs separated by commas.
 
-    The error does not quote the URL: if it cannot be parsed, any part of it may be a password.
+    The error does not quote the text: if it cannot be parsed, any part of it may be a password.
     """
     for each in url.split(","):
         try:
@@ -40,7 +40,8 @@ def check_bus_address(url: str) -> None:
 
 
 def bus_arguments(url: str) -> tuple[str, ...]:
-    """Return a service's arguments for the bus address, or none if it has a login: then use `bus_environment`."""
+    """Return a service's arguments for the bus address, or none if the address has a login: then use
+    `bus_environment`."""
     return () if has_login(url) else ("--nats", url)
 
 

@@ -81,7 +81,7 @@ class NotInstalled(BombusError):
 
 
 def load(module: str, extra: str) -> ModuleType:
-    """Import a module of this project that needs an extra's packages. Raises `NotInstalled`."""
+    """Import a module of this project that needs the packages in an extra. Raises `NotInstalled`."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -196,7 +196,7 @@ def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
         code = module.run(parser.parse_args(given))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it: do not flush to it at exit
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it: do not flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except NotInstalled as error:

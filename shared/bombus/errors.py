@@ -121,7 +121,7 @@ class Refused(BombusError):
         self.code = code
         self.why = why
 
-    def __reduce__(self) -> tuple[type["Refused"], tuple[Code, str]]:  # needed when the ranks of a trainer exchange it
+    def __reduce__(self) -> tuple[type["Refused"], tuple[Code, str]]:  # needed when a trainer's ranks exchange refusals
         return type(self), (self.code, self.why)
 
     @property
@@ -130,7 +130,8 @@ class Refused(BombusError):
 
 
 class BusUnavailable(BombusError):
-    """The bus cannot be reached within the time allowed, or a stream is full. Nothing was lost; try again."""
+    """The bus cannot be reached within the time allowed, or a stream is full. Nothing was lost; the caller can try
+    again."""
 
 
 class Deposed(BombusError):
@@ -142,7 +143,7 @@ class LogCorrupted(BombusError):
 
 
 class StreamEndLost(LogCorrupted):
-    """`stream` has lost its end: message `known` is gone, or a different message has its sequence.
+    """`stream` has lost its end: message `known` is gone, or another message now has its sequence number.
 
     This happens after a power cut, or if the stream was replaced by an older copy (R6).
     """
@@ -180,7 +181,8 @@ def in_one_line(error: BaseException) -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """Return `in_one_line` with the innermost file and line in the program itself, rather than in a library."""
+    """Return `in_one_line` with the innermost file and line that belong to the program itself, rather than to a
+    library."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_libraries())]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

@@ -1,9 +1,9 @@
 """Fault injection: named points at which tests can make a process die, freeze or hang, for example between two writes.
 
 Some recovery code runs only after a crash at one exact place, which a test that kills at random rarely hits. That is
-why the points are in the code itself, like TiKV's failpoints and FoundationDB's buggify. They do nothing unless the
-environment names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP,
-`BOMBUS_HANG_AT` makes the thread wait there forever, and `...said:3` does it the third time.
+why the points are in the code itself, like TiKV's failpoints and FoundationDB's buggify. They do nothing unless an
+environment variable names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP,
+`BOMBUS_HANG_AT` makes the thread wait there forever, and the suffix `:3` makes it happen the third time.
 """
 
 import os
@@ -29,8 +29,8 @@ class Point(StrEnum):
     TRAINER_STEP_MADE_AGAIN = "trainer.step.made_again"  # a step between the checkpoint and the newest step on the log
     TRAINER_BATCH_FOUND = "trainer.batch.found"
     TRAINER_BATCH_READ = "trainer.batch.read"
-    TRAINER_BIN_DONE = "trainer.bin.done"  # after a micro-batch: gradients, but no update yet
-    TRAINER_UPDATE_DONE = "trainer.update.done"  # after a mini-batch: only some of the step's updates
+    TRAINER_BIN_DONE = "trainer.bin.done"  # after a micro-batch: there are gradients, but no update yet
+    TRAINER_UPDATE_DONE = "trainer.update.done"  # after a mini-batch: only some of the step's updates are done
     TRAINER_STEP_TRAINED = "trainer.step.trained"
     TRAINER_CHECKPOINT_BEGUN = "trainer.checkpoint.begun"
     TRAINER_CHECKPOINT_WRITTEN = "trainer.checkpoint.written"  # durable, but under its temporary name
@@ -66,13 +66,13 @@ class Point(StrEnum):
     COMPACTION_ARCHIVED = "compaction.archived"  # archived, but nothing purged yet
     COMPACTION_PURGING = "compaction.purging"  # the leader has checked everything and is about to send the purge
     COMPACTION_PURGED = "compaction.purged"  # purged, but not recorded on the log yet
-    TRAINER_SUPERSEDED = "trainer.superseded"  # the trainer knows that another trainer has opened its run
+    TRAINER_SUPERSEDED = "trainer.superseded"  # the trainer has learned that another trainer has opened its run
 
 
 class _Fault(msgspec.Struct):
     point: Point
     number: signal.Signals | None  # None makes the thread hang
-    left: int  # how many more times the point must be reached before it happens
+    left: int  # how many more times the point must be reached before the fault happens
 
 
 _armed: list[_Fault] = []
@@ -92,7 +92,7 @@ def arm(environment: Mapping[str, str]) -> None:
 
 
 def reached(point: Point) -> None:
-    """Mark `point` in the code. The process dies, freezes or hangs here if the environment says so."""
+    """Mark `point` in the code. The process dies, freezes or hangs here if an environment variable says so."""
     if _armed:
         _strike(point)
 

@@ -20,7 +20,8 @@ def read_json_lines(
     """Call `read` with each non-empty line and its number, and return the results.
 
     `what` is a noun for the object on a line, and `option` is the option that gave the path. Raises `Refused` if the
-    file cannot be read, is too large or has no such line. If `read` raises an error, `Refused` gives the line's number.
+    file cannot be read, is too large or has no non-empty line. If `read` raises an error, this raises `Refused` with
+    the line's number.
     """
     named = f"{option} {path}".strip()
     found = []

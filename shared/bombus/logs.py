@@ -3,8 +3,8 @@
 Ids are passed as `extra={"episode": ...}`, and those listed in FIELDS are printed. This is not on a hot path, because
 services log changes, not every call.
 
-A message and its fields are one line, even if clients have put control characters into them: these are escaped. The
-lines of a traceback are indented, so that none can be mistaken for a separate entry.
+A message and its fields are one line, even if clients have put control characters into them: these characters are
+escaped. The lines of a traceback are indented, so that none of them can be mistaken for a separate entry.
 """
 
 import json
@@ -25,7 +25,7 @@ _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRIT
 
 
 class _Context(logging.Filter):
-    """Adds the fields that apply to the whole process to every record."""
+    """Adds to every record the fields that apply to the whole process."""
 
     def __init__(self, service: str, constants: Mapping[str, str]) -> None:
         super().__init__()
@@ -102,7 +102,8 @@ def configure(service: str, level: str = "info", **constants: str) -> None:
 
 
 def _log_crash(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Log the error that ends this process. Escape it like all other entries, since its text may come from outside."""
+    """Log the error that ends this process. It is escaped like all other entries, since its text may come from
+    outside."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
     else:

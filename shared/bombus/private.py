@@ -13,7 +13,7 @@ def private_folder(path: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that holds a secret. An existing file is replaced atomically, in a power cut too."""
+    """Write a file that holds a secret. An existing file is replaced atomically, even if there is a power cut."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

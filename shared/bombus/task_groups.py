@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 log = logging.getLogger("bombus")
 
-LEFT_S = 5.0  # how long a loop's remaining tasks may take to end after they were cancelled
+LEFT_S = 5.0  # how long a loop's remaining tasks may take to end after being cancelled
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def settled() -> Iterator[None]:
     If the task itself is cancelled, undo nothing.
 
     A `TaskGroup` cancels the task that waits for it when one of its tasks fails. In some versions of Python, such as
-    3.11.2 of Debian 12, the group does not undo that, and every later `asyncio.timeout` of the task raises
+    3.11.2 in Debian 12, the group does not undo that, and every later `asyncio.timeout` in the waiting task raises
     CancelledError.
     """
     task = asyncio.current_task()
@@ -63,7 +63,7 @@ def settled() -> Iterator[None]:
 
 
 def take_back_cancellations(task: asyncio.Task[Any], left: int) -> None:
-    """Undo cancellations of a task until `left` of them remain."""
+    """Undo a task's cancellations until `left` of them remain."""
     while task.cancelling() > left:
         task.uncancel()
 

@@ -1,7 +1,7 @@
 """Traces from the SDK to the optimizer step. They cost nothing unless an OTLP endpoint is set.
 
-`configure` enables them if the environment sets an endpoint. The context is passed in a `traceparent` header (W3C trace
-context) over HTTP and the bus.
+`configure` enables traces if the environment sets an endpoint. The trace context is passed in a `traceparent` header
+(W3C trace context) over HTTP and the bus.
 """
 
 import logging
@@ -35,7 +35,7 @@ class TraceSpan(Protocol):
 
 
 class _PassedOn:
-    """The span of a process without tracing, which merely passes on the context that it received."""
+    """The span in a process without tracing, which merely passes on the context that it received."""
 
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent
@@ -91,7 +91,7 @@ def traceparent_of(value: str) -> str:
 
 
 def current() -> str:
-    """Return the `traceparent` of the current span, even if other code started it, or "" if there is none.
+    """Return the `traceparent` of the current span, even if other code started that span, or "" if there is none.
 
     Costs nothing if OpenTelemetry is not in use, because this does not import it.
     """

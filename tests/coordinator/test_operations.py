@@ -201,7 +201,7 @@ def test_a_model_starts_an_engine_on_the_base_alone_that_its_job_names() -> None
     harness.configure(Collection())  # for the base `tiny`, after another client has configured it for its own
     harness.open_session()
     why = refused(harness.create(base="org/other"), Code.UNKNOWN_MODEL)
-    assert why.startswith(f"Engine {ENGINE} is configured for models on tiny, not on org/other.")
+    assert why.startswith(f"Engine {ENGINE} is configured for models based on tiny, not org/other.")
     assert harness.phase() == Phase.OFFLINE
     assert isinstance(harness.create(base=ENGINE), inbox.Accepted), "or that is called as the engine is"
 

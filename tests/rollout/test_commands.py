@@ -78,7 +78,7 @@ def test_a_program_that_no_episode_could_run_is_refused(tmp_path: Path) -> None:
     program(tmp_path / "windows.sh", b"#!/bin/sh\r\nexit 0\r\n")
     program(tmp_path / "other.sh", b"#!/no/such/shell -e\n")
     assert "plain.sh cannot be run: it is not executable" in why("./plain.sh")
-    assert "bare.sh cannot be run: it has no first line" in why("./bare.sh")
+    assert "bare.sh cannot be run: its first line does not name" in why("./bare.sh")
     assert "its first line ends with a carriage return" in why("./windows.sh")
     assert "names the interpreter '/no/such/shell', which this machine cannot run" in why("./other.sh")
     assert why(f"{tmp_path}") == f"--reward: {tmp_path} cannot be run: it is not a file"

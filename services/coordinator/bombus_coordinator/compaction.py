@@ -57,7 +57,7 @@ def is_long(events: StreamState) -> bool:
 
 
 def usable(events: StreamState, positions: Sequence[int], damaged: Collection[int] = ()) -> list[int]:
-    """Return the snapshots before which events can be removed, out of `positions`, which are in ascending order."""
+    """Return those of `positions` (of snapshots, ascending) before which events can be removed."""
     return [each for each in positions if events.first_seq < each <= events.last_seq and each not in damaged]
 
 
@@ -116,7 +116,8 @@ class Compactor:
         positions = usable(events, await snapshots.positions(self._bus), self._damaged)
         cut = cut_of(events, positions)
         if cut is None:
-            # While new work is refused, there may be no events to make a snapshot due. The event for this message does.
+            # While new work is refused, there may be no events to make a snapshot due. The event that records this
+            # outcome makes one due.
             self._taking.pace.ask()
             await self._tell(CompactionTried(id="", why=f"it needs 2 good snapshots, but has {len(positions)}"))
             return True
@@ -128,7 +129,7 @@ class Compactor:
         if found.why:
             log.warning("the log is %.0f %% full and was not compacted: %s", 100 * events.fill, found.why)
             await self._tell(CompactionTried(id="", why=found.why))
-            return bool(found.damaged)  # if any are damaged, the next attempt uses other snapshots and need not wait
+            return bool(found.damaged)  # if any are damaged, the next attempt uses other snapshots, so it need not wait
         if not await self._leads():
             return False
         faults.reached(Point.COMPACTION_PURGING)
@@ -184,7 +185,8 @@ async def prepared(settings: Compaction, hive: str, cut: Cut) -> Prepared:
 
 
 async def end(process: asyncio.subprocess.Process, allowed_s: float = END_S) -> None:
-    """End a process, giving it time to remove its draft. Do not wait for one that hangs in a write to a dead disk."""
+    """End a process, giving it time to remove its draft. Do not wait for a process that hangs while writing to a dead
+    disk."""
     for stop in (process.terminate, process.kill):
         if process.returncode is not None:
             return

@@ -1,7 +1,7 @@
 """The coordinator's pure core: one message in, decisions out. No clock, no I/O, no randomness.
 
-`Core` folds every decision into its own state as it makes it, and bases the next decision on that. The shell appends
-the decisions to the log. If that fails, it discards this object and folds the log again.
+`Core` folds every decision into its own state as it makes it, and bases the next decision on the new state. The shell
+appends the decisions to the log. If appending fails, the shell discards this object and folds the log again.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -34,8 +34,8 @@ from bombus_coordinator.rules.operations import endpoints, facts, queue, serving
 from bombus_coordinator.rules.trajectories import batches, registering
 from bombus_coordinator.rules.waiting import share_of
 
-NOTED_MAX = 1000  # maximum number of calls in one `calls.noted` event
-NOTE_BYTES_MAX = 1024  # maximum size of one of those calls; gateways write at most a third of it
+NOTED_MAX = 1000  # maximum number of calls in a `calls.noted` event
+NOTE_BYTES_MAX = 1024  # maximum size of a noted call; gateways write at most a third of it
 ID_CHARS_MAX = 256  # maximum length of the id recorded for a dead letter
 EVENT_BYTES_MAX = 8 << 20
 _TOO_LARGE = (
@@ -45,7 +45,7 @@ _TOO_LARGE = (
 
 
 class PendingDecision(msgspec.Struct, frozen=True):
-    """A decision to append, and the sequence of the inbox message that it answers. `bodies` are its encoded events."""
+    """A decision to append, and the sequence of the inbox message that it answers. `bodies` are its events, encoded."""
 
     decision: Decision
     answers: int
@@ -68,7 +68,7 @@ class Core:
         self._noted_seq = 0
 
     def open_epoch(self, leader: str, calls_bytes_max: int = 0, trajectories_bytes_max: int = 0) -> Decision:
-        """Decide the first event of a new leader (R4). All silence is counted again from this event (R5)."""
+        """Decide the first event of a new leader (R4). All silence is counted afresh from this event (R5)."""
         opened = ev.EpochOpened(
             at_ns=self.hive.now_ns,
             epoch=self.hive.epoch + 1,
@@ -85,8 +85,8 @@ class Core:
     def receive(self, message: inbox.AnyMessage, seq: int, at_ns: int) -> Iterator[PendingDecision]:
         """Decide the inbox message at `seq`, which the server stamped `at_ns`.
 
-        The first decision answers the message itself. The later ones can be derived again from the fold, so nothing is
-        lost if appending stops after any of them.
+        The first decision answers the message itself. The later decisions can be derived again from the fold, so
+        nothing is lost if appending stops after any of them.
         """
         self.live.arrived(seq, at_ns)
         if isinstance(message, inbox.CallRecorded):
@@ -114,7 +114,7 @@ class Core:
         yield self._fold(decision, self._noted_seq)
 
     def dead_letter(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
-        """Record that a message is skipped because a bug of our own made deciding it fail."""
+        """Record that a message is skipped because a bug of our own made it impossible to decide."""
         self.live.arrived(seq, at_ns)
         yield from self._dead_letter(message, seq, why)
 
@@ -131,15 +131,15 @@ class Core:
         yield self._fold(Decision(events=(event,), replies=(reply,)), seq)
 
     def recover(self) -> Iterator[Decision]:
-        """Decide the transitions that are already due. A crash may have kept them from being appended."""
+        """Decide the transitions that are already due. A crash may have prevented them from being appended."""
         for engine in list(self.hive.engines.values()):
             for pending in self._safely(engine, transitions.settle(engine, self.live)):
                 yield pending.decision
 
     def _fold(self, decision: Decision, answers: int) -> PendingDecision:
-        """Fold a decision, adding the aborts of all partners of the multi-model episodes that it aborts.
+        """Fold a decision, to which aborts are added for all partners of the multi-model episodes that it aborts.
 
-        Raises `Refused`, before folding anything, if one of its events is too large.
+        Raises `Refused`, before folding anything, if one of the events is too large.
         """
         decision = multi_model_outcomes.completed(self.hive, decision)
         bodies = tuple(map(ev.encode_event, decision.events))
@@ -246,7 +246,8 @@ class Core:
         return _RULES[type(message)](engine, self.live, message)
 
     def _follow(self, changed: Iterable[str]) -> Iterator[PendingDecision]:
-        """Decide what follows in the changed engines, and in those linked to them by multi-model claims or episodes."""
+        """Decide what follows in the changed engines, and in the engines linked to them by multi-model claims or
+        episodes."""
         left = dict.fromkeys(self._with_neighbours(changed))
         while left:
             name = next(iter(left))
@@ -258,8 +259,8 @@ class Core:
                 yield pending
 
     def _with_neighbours(self, engines: Iterable[str]) -> list[str]:
-        """Return the given engines, and all engines of multi-model claims that wait for one of them: such a claim may
-        be grantable now."""
+        """Return the given engines, plus all engines of the multi-model claims that wait for any of them: such a claim
+        may be grantable now."""
         names = [name for name in engines if name != ev.HIVE]
         sets = [each for each in self.live.multi_model if not set(names).isdisjoint(each)]
         return [*names, *(name for each in sets for name in each)]

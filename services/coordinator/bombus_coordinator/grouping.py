@@ -1,4 +1,4 @@
-"""Make rollout groups from ended episodes (R16), in runs whose job asks for it (`collection.episode_groups`).
+"""Make rollout groups from ended episodes (R16), in runs whose job asks for them (`collection.episode_groups`).
 
 As soon as a task has `num_repeat` ended episodes, the leader reads their calls, stores the group, and reports it. The
 core removes the episodes from the pool and queues the group in one event, so a group that is made twice counts once. An
@@ -54,7 +54,7 @@ class EpisodeGrouper:
                         await self._make(engine, job, episodes)
 
     def _job(self, engine: EngineState) -> RunConfig | None:
-        """Return the job that an engine runs, or None if this release cannot read it, which is logged once."""
+        """Return the job that an engine runs. If this release cannot read the job, log that once and return None."""
         active = engine.active
         assert active is not None, "an engine that groups episodes runs a job"
         try:
@@ -96,7 +96,7 @@ class EpisodeGrouper:
     async def _group(
         self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]
     ) -> tuple[RolloutGroup | None, str]:
-        """Return a group of all the episodes that can be used, or why there is no group."""
+        """Return a group of all the episodes that can be used, or the reason why there is no group."""
         trainer = engine.trajectories.trainer
         tokens_max = trainer.max_token_len if trainer is not None and engine.makes_steps else 0
         played: list[EpisodeSequences] = []

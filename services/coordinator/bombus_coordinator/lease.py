@@ -1,4 +1,5 @@
-"""The leader's lease, which decides who may lead now. It serves liveness only: the fence keeps two leaders apart (R4).
+"""The leader's lease, which determines who may lead now. It serves liveness only: the fence keeps two leaders apart
+(R4).
 
 The lease is a key-value entry that its holder renews, and that the server removes when it is not renewed. Any process
 that finds no entry may take the lease. No process reads the server's clock: the holder counts from just before it sent
@@ -22,19 +23,20 @@ REQUEST_S = 1.0
 
 
 class Lease:
-    """The lease of one process. A process that restarts under the same `holder` name immediately gets it back."""
+    """The lease of one process. A process that restarts under the same `holder` name gets the lease back
+    immediately."""
 
     def __init__(self, bus: Bus, holder: str) -> None:
         self.holder = holder
         self._bus = bus
         self._subject = f"$KV.{bus.subjects.leases_bucket}.leader"
-        self._seq = 0  # sequence of the last entry that we wrote
+        self._seq = 0  # sequence of the last entry that this process wrote
         self._until = 0.0  # time on the event loop's clock
         self._renewed = asyncio.Event()
 
     @property
     def held(self) -> bool:
-        """Return whether we still hold the lease, by the clock: False as soon as another process might hold it."""
+        """Return whether, by the clock, we still hold the lease: False as soon as another process might hold it."""
         return asyncio.get_running_loop().time() < self._until
 
     async def wait(self, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
 """Find what streams have lost, in a power cut or because an older copy of a stream was restored in its place (R6).
 
-Streams refer to each other: an event names the inbox message that it answers, and names calls by sequence and digest; a
-tick and a snapshot name an event. A message that is named but missing was lost.
+Streams refer to each other: an event names the inbox message that it answers, and identifies calls by sequence and
+digest; a tick and a snapshot each name an event. A message that is named but missing was lost.
 """
 
 import logging
@@ -31,7 +31,7 @@ class FoundStreams(msgspec.Struct, frozen=True):
 
 
 async def find(bus: Bus, fold: Fold, log_end: int = 0) -> FoundStreams:
-    """Compare the streams with the fold of the whole log, which is known to have once reached event `log_end`.
+    """Compare the streams with the fold of the whole log, which is known to have reached event `log_end` at some time.
 
     A loss that the log has already recorded is not returned again.
     """
@@ -54,8 +54,8 @@ async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
     """Return the newest inbox message that an event answers and that still exists.
 
     `position` is the position of the last event, whose inbox message is gone. The answered sequences rise from event to
-    event, except where the log says that the inbox went back: the search begins at the last of these places. If there
-    is no such message, return the place before the first inbox message that exists.
+    event, except where the log says that the inbox went back: the search begins at the last such place. If no answered
+    message still exists, return the place before the first inbox message that exists.
     """
     events, stream = bus.subjects.events_stream, bus.subjects.inbox_stream
     first = (await bus.state(events)).first_seq
@@ -78,8 +78,8 @@ async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
 
 
 async def lost_calls(bus: Bus, hive: Hive) -> StreamWentBack | None:
-    """Return what was lost if calls that are still needed are gone and the log does not say so yet."""
-    first = (await bus.state(bus.subjects.calls_stream)).first_seq  # calls before it were purged, not lost
+    """If calls that are still needed are gone and the log does not say so yet, return what was lost."""
+    first = (await bus.state(bus.subjects.calls_stream)).first_seq  # earlier calls were purged, not lost
     refs = sorted({ref for ref in calls_held_by(hive) if ref.seq >= first}, key=lambda ref: ref.seq)
     said = hive.went_back.get(CALLS)
     if not refs or (said is not None and said.known == refs[-1].seq) or await _is_kept(bus, refs[-1]):

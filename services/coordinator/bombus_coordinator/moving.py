@@ -1,10 +1,10 @@
-"""Store the bodies of rollout groups again where they would keep their stream from being purged (R16).
+"""Copy the bodies of rollout groups to the end of their stream where they would keep it from being purged (R16).
 
-A stream can be purged only up to the oldest body that is needed, so one group that fits no batch would keep everything
-after it. If a few such groups have waited a long time in a stream that is over half full, the leader copies their
-bodies to the end of the stream and records their new places. The last batch is kept until its trainer asks for the next
-one, so it is moved too, once it was delivered or was handed out long ago. A copy that no group names is purged like any
-other body.
+A stream can be purged only up to the oldest body that is needed, so one group that fits into no batch would keep
+everything after it. If a few such groups have waited a long time in a stream that is over half full, the leader copies
+their bodies to the end of the stream and records their new places. The last batch is kept until its trainer asks for
+the next one, so its bodies are moved too, once it was delivered or was handed out long ago. A copy that no group names
+is purged like any other body.
 """
 
 import logging
@@ -24,10 +24,10 @@ from bombus.hive.state import EngineState, Hive
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT_MAX = 16_384  # maximum number of groups considered: the most that one batch has
+LOOKED_AT_MAX = 16_384  # maximum number of groups considered: as many as the largest batch has
 GROUPS_MAX = 1_000  # maximum number of groups moved per pass
 BYTES_MAX = 16 << 20  # maximum size moved per pass; all bodies to move take at most half of the stream's free space
-WORTH = 4  # bytes that must be expected to be purged, per byte copied
+WORTH = 4  # bytes that must be expected to become purgeable, per byte copied
 
 
 class _Movable(NamedTuple):

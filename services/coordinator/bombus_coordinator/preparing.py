@@ -1,7 +1,7 @@
 """Check that events can be removed from the log, and archive them, in a separate process next to the leader.
 
-Folding a large part of the log takes seconds of computing and the memory for a second state, and the leader can spare
-neither. The process reads a `Preparation` from stdin and writes a `Prepared` to stdout. It removes nothing.
+Folding a large part of the log takes seconds of computing time and enough memory for a second state, and the leader can
+spare neither. The process reads a `Preparation` from stdin and writes a `Prepared` to stdout. It removes nothing.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a preparation. `why` says why the events may not be removed, and is "" if they may.
+    """The outcome of a preparation. `why` says why the events may not be removed, and is "" if they may be.
 
     `damaged` lists the positions of snapshots that cannot be used; `gone` is true if a snapshot no longer exists.
     """
@@ -119,8 +119,8 @@ async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
 
 
 async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
-    """Compare a check of the log with the snapshot at its position. `begun_by` is the version that made the snapshot at
-    which the check began."""
+    """Compare a check of the log with the snapshot at its position. The check began at a snapshot that was made by
+    version `begun_by`."""
     snapshot = await load_snapshot(bus, check.position)
     if snapshot.fold != FOLD:
         raise LogCorrupted(f"another version of bombus has since written the snapshot at event {check.position}")

@@ -1,4 +1,5 @@
-"""Fold the log for a starting leader, and find its place in the inbox (R2). A standby keeps both up to date."""
+"""Fold the log for a starting leader, and find the leader's place in the inbox (R2). A standby keeps both up to
+date."""
 
 import asyncio
 import logging
@@ -72,7 +73,7 @@ class Fold:
 
 
 async def stand_by(bus: Bus, lease: Lease) -> Fold:
-    """Fold what the leader writes until we hold the lease."""
+    """Fold what the leader writes, until we hold the lease."""
     while True:
         fold = await Fold.begin(bus)
         try:
@@ -83,7 +84,8 @@ async def stand_by(bus: Bus, lease: Lease) -> Fold:
 
 
 async def check_compacted(bus: Bus, fold: Fold) -> None:
-    """Return if the fold was overtaken by a compaction, and so has to begin again at a snapshot.
+    """Return if compaction has removed events that were still to be folded, so that the fold has to begin again at a
+    snapshot.
 
     Otherwise the log has a gap: raises `LogCorrupted`.
     """

@@ -1,15 +1,15 @@
-"""Purge bodies: the leader removes from `ops` and `trajectories` what the log says is no longer needed (R12).
+"""Purge bodies: the leader removes from `ops` and `trajectories` what, according to the log, is no longer needed (R12).
 
-A body is stored before the operation or group that names it is accepted, so for the newest messages nobody knows yet
-whether they are needed. Messages of the last ten minutes are left alone, or of the last minute if rollout groups fill
-more than half of their stream. The core records on the log which of the older messages are released. From then on it
-refuses operations and groups with an older body, and their senders store the body again. Only then are the messages
+A body is stored before the operation or group that names it is accepted, so nobody knows yet whether the newest
+messages are needed. Messages of the last ten minutes are left alone, or only those of the last minute if rollout groups
+fill more than half of their stream. The core records on the log which of the older messages are released. From then on
+it refuses operations and groups with an older body, and their senders store the body again. Only then are the messages
 purged.
 
 A queued group keeps all bodies after its own; in an overfull stream it keeps only those of its holder, which have a
 separate subject. There, the few bodies that have waited for a long time are moved to the end (`moving`).
 
-After a power cut on one replica the stream may end earlier and reuse sequences (R6). Then the released range is
+After a power cut on one replica, the stream may end earlier and reuse sequences (R6). Then the released range is
 shortened to the stream's end.
 """
 
@@ -43,10 +43,10 @@ OVERFULL = 0.5  # fill above which unneeded messages between needed ones are pur
 
 @dataclass(frozen=True)
 class KeptBodies:
-    """A stream of bodies, and the rule by which it is released."""
+    """A stream of bodies, and the rule by which its messages are released."""
 
     name: str
-    floors: Callable[[Hive, Subjects], dict[str, int]]  # first needed sequence by subject; "" is the stream
+    floors: Callable[[Hive, Subjects], dict[str, int]]  # first needed sequence by subject; "" is the whole stream
     stored: type[OperationsStored] | type[TrajectoriesStored]
     release: Callable[[Hive, Live, Any], Decisions]
     overfull_grace_s: float  # grace period while the stream is overfull
@@ -119,7 +119,7 @@ class Releaser:
         return self._bodies.stored(id=message_id, below=below, overfull=overfull)
 
     def released(self) -> dict[str, int]:
-        """Return, by subject, the sequences before which nothing is needed; the whole stream's is under ""."""
+        """Return, by subject, the sequences before which nothing is needed. The key "" is for the whole stream."""
         floors = self._bodies.floors(self._hive(), self._bus.subjects)
         return {subject: below for subject, below in floors.items() if not subject or below > floors[""]}
 

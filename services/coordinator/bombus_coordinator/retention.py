@@ -1,16 +1,16 @@
 """Purge calls: the leader removes, for each engine and each holder, the calls that can no longer be needed (R12).
 
 Why this never purges anything that is needed later: a call is stored before it is noted, and an episode's key exists
-only once its claim is on the log. So all calls of an episode come after every call that was noted before its claim.
-This includes calls that are not reported yet and parents that its outcome does not list. That bound is the episode's
-`calls_from`, which it keeps in the pool and in its step. The calls of later claims come after `newest_call`. A floor
-therefore stays valid for every log that begins with this one: a leader that is deposed and does not know it removes
-nothing that its successor needs, as long as the state that it purges by is on the log.
+only once its claim is on the log. So all calls of an episode come after every call that was noted before its claim,
+including calls that are not reported yet and parents that the episode's outcome does not list. This lower bound is the
+episode's `calls_from`, which the episode keeps in the pool and in its step. The calls of later claims come after
+`newest_call`. A floor therefore stays valid for every log that begins with this one: a leader that is deposed and does
+not know it removes nothing that its successor needs, as long as the state that it purges by is on the log.
 
-After a power cut on one replica the stream may end earlier and reuse sequences (R6). For this reason `newest_call` is
-the call noted last, not the greatest; a call before its episode's bound lowers the bound; and a floor beyond the
-stream's end purges nothing. One gap remains: new calls can be purged if the stream has grown beyond an earlier floor
-before any of them is noted. Their episodes then fail, like those whose calls were lost in the power cut.
+After a power cut on one replica, the stream may end earlier and reuse sequences (R6). For this reason `newest_call` is
+the call noted last, not the one with the greatest sequence; a call before its episode's bound lowers the bound; and a
+floor beyond the stream's end purges nothing. One gap remains: new calls can be purged if the stream has grown beyond an
+earlier floor before any of them is noted. Their episodes then fail, like those whose calls were lost in the power cut.
 """
 
 import asyncio
@@ -37,14 +37,15 @@ NO_HOLDERS: Mapping[tuple[str, str], "Floor"] = {}
 
 
 class Floor(msgspec.Struct, frozen=True):
-    """Sequences of an engine's calls: those before `needed` are not trained on, those before `kept` not replayed."""
+    """Sequences of an engine's calls: calls before `needed` will not be trained on, and calls before `kept` not
+    replayed."""
 
     kept: int
     needed: int
 
 
 def floor(engine: EngineState) -> Floor:
-    """Return a floor that is valid for this state and every state that may follow it."""
+    """Return a floor that is valid for this state and for every state that may follow it."""
     before = sum(step.batch.step < engine.begun for step in engine.steps)  # steps of the run that this one continues
     made = min(engine.steps_needed, engine.step - engine.begun + before)  # other steps are kept only for replay
     held = [engine.newest_call, *engine.steps_from[len(engine.steps_from) - made :]]
@@ -57,15 +58,16 @@ def floor(engine: EngineState) -> Floor:
 
 
 def floors_of(hive: Hive) -> dict[str, Floor]:
-    """Return the floor of every engine that may have calls. An engine without calls must not hold up the others."""
+    """Return the floor of every engine that may have calls. An engine without calls must not keep other engines'
+    calls."""
     return {name: floor(engine) for name, engine in hive.engines.items() if engine.newest_call or engine.open}
 
 
 def floors_of_holders(hive: Hive) -> dict[tuple[str, str], Floor]:
     """Return the floor of each holder's calls on each engine, so that no holder keeps other holders' calls (pins.py).
 
-    If an engine's state is from an earlier release, it may not say whose calls are needed. Then the engine's floor
-    applies to all of its holders.
+    An engine's state from an earlier release may not say whose calls are needed. Then the engine's floor applies to all
+    of its holders.
     """
     return {
         (name, holder): Floor(kept=min(whole.kept, needed), needed=needed)
@@ -85,7 +87,7 @@ async def run(bus: Bus, hive: Callable[[], Hive], stored: Callable[[], int], per
     """Purge periodically until cancelled.
 
     `hive` may be ahead of the log. Its floors are used a period later, and only if `stored`, the inbox position up to
-    which everything is decided and on the log, has increased: then the append that was in flight is stored.
+    which everything is decided and on the log, has increased: this shows that the append that was in flight is stored.
     """
     purge = Purge(bus)
     while True:
@@ -123,13 +125,14 @@ class Purge:
         parts |= {subjects.call(*each): floor for each, floor in of_holders.items()}
         purged = {subject: max(self._purged.get(subject, 0), state.first_seq) for subject in parts}
         targets = {each: _target(floor, purged[each], share, state.last_seq) for each, floor in parts.items()}
-        least = min(islice(targets.values(), whole))  # only engines count: together they have all calls
+        least = min(islice(targets.values(), whole))  # engines' floors suffice: together engines have all calls
         if least > state.first_seq:
             await self._bus.purge_below(stream, least)
         self._purged = {subject: max(least, position) for subject, position in purged.items()}
         if not overfull:
             return
-        # Engines share the stream. Purging one engine's calls makes the server search, so do it only if needed.
+        # Engines share the stream. Purging one engine's calls makes the server search the stream, so do it only if
+        # needed.
         for subject, target in targets.items():
             if target > self._purged[subject]:
                 await self._bus.purge_below(stream, target, subject)

@@ -56,7 +56,8 @@ EVENT_BYTES = 300  # approximate bytes that subject and headers add to an event
 
 
 class Undecidable(BombusError):
-    """Raised when a bug of our own made deciding an inbox message fail. The state in memory may be inconsistent."""
+    """Raised when a bug of our own made an inbox message impossible to decide. The state in memory may be
+    inconsistent."""
 
 
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +76,7 @@ class Memory(msgspec.Struct):
     """What a process remembers from one term as leader to the next.
 
     `dead_letters` maps the sequence of each inbox message that could not be decided to the reason. `log_end` is the
-    position of an event that the log had before it lost its end, or 0 if it has not lost it.
+    position of an event that the log had before it lost its end, or 0 if the log has not lost its end.
     """
 
     dead_letters: dict[int, str] = {}
@@ -85,8 +86,8 @@ class Memory(msgspec.Struct):
 class Coordinator:
     """Leads one hive from `lead()` until it is cancelled or deposed. To lead again, create a new one.
 
-    With a `lease` it makes decisions only while it holds the lease; without one, until another coordinator opens an
-    epoch.
+    With a `lease`, it makes decisions only while it holds the lease; without a lease, until another coordinator opens
+    an epoch.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class Coordinator:
         self._answered = MessagePlace()  # the inbox message that the last event answers
         self._deciding: dict[int, Stored] = {}  # the messages that are being decided, by sequence
         self._consumed = 0  # everything up to this inbox sequence is decided and stored
-        self._newest_consumed: Stored | None = None  # the message there, if this leader decided it
-        self._is_stored = True  # whether the log has everything in the core's state
+        self._newest_consumed: Stored | None = None  # the message at that sequence, if this leader decided it
+        self._is_stored = True  # whether everything in the core's state is on the log
         self._reply_to: dict[str, str] = {}
         self._patient = {bus.subjects.inbox(ev.kind_of(kind)) for kind in (inbox.CallRecorded, inbox.Touch)}
         self._memory = Memory() if memory is None else memory
@@ -231,8 +232,8 @@ class Coordinator:
     async def _read_group(self, reader: Reader) -> list[Stored]:
         """Return the messages that have arrived. If they are only calls and touches, wait a moment to gather more.
 
-        No client waits for the event that notes calls, and one event can note many calls. This saves headers: about 200
-        bytes per event, which is more than a call itself takes.
+        No client waits for the event that notes calls, and one event can note many calls. Gathering calls saves
+        headers, which take about 200 bytes per event, more than a call itself.
         """
         group = await reader.read(GROUP_MAX)
         if not self._are_patient(group):
@@ -281,7 +282,7 @@ class Coordinator:
             return list(self.core.dead_letter(message, stored.seq, stored.time_ns, why))
         try:
             return list(self.core.receive(message, stored.seq, stored.time_ns))
-        except Exception as error:  # whatever it was, later messages must still be read
+        except Exception as error:  # whatever went wrong, later messages must still be read
             log.exception("inbox message %d could not be decided: %s", stored.seq, ev.kind_of(message))
             self._memory.dead_letters[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
             raise Undecidable(f"inbox message {stored.seq}: {self._memory.dead_letters[stored.seq]}") from error
@@ -293,7 +294,7 @@ class Coordinator:
     async def _append(self, pending: Sequence[tuple[PendingDecision, str]]) -> None:
         """Append decisions. While the bus is away or the log is full, wait and retry: nothing is lost.
 
-        The log may be full for a long time, so tell clients then not to wait for an answer.
+        The log may stay full for a long time, so tell clients in that case not to wait for an answer.
         """
         outgoing: list[list[Outgoing]] = []
         seq = self._last
@@ -345,7 +346,7 @@ class Coordinator:
             raise Deposed(f"the log ends at {newest.seq if newest else 0}, not at our event {self._last}")
 
     async def _newest(self) -> Stored | None:
-        """Return the log's last event. Wait as long as the bus is away."""
+        """Return the log's last event, waiting for as long as the bus is away."""
         while True:
             try:
                 return await self.bus.last(self.bus.subjects.events_stream)
@@ -362,7 +363,7 @@ class Coordinator:
     # ---- in the background ----
 
     async def _tick(self) -> None:
-        """Send the time to the inbox, the only way in which the core learns it (R5)."""
+        """Send the time to the inbox. Ticks are the only way in which the core learns the time (R5)."""
         stream, subject = self.bus.subjects.inbox_stream, self.bus.subjects.inbox(ev.kind_of(inbox.Tick))
         epoch = self.core.hive.epoch
         count = 0
@@ -386,8 +387,8 @@ class Coordinator:
     async def _trim(self) -> None:
         """Drop inbox messages that were decided a while ago (R12).
 
-        Raises `StreamEndLost` if the stream went back: then these sequences now belong to messages that are not decided
-        yet.
+        Raises `StreamEndLost` if the stream went back: then the sequences of these messages now belong to messages that
+        are not decided yet.
         """
         stream = self.bus.subjects.inbox_stream
         decided: Stored | None = None
@@ -404,7 +405,7 @@ class Coordinator:
                 log.warning("the inbox could not be trimmed: %s", error)
 
     async def _look_for_calls(self) -> None:
-        """After a reconnection, raise `StreamEndLost` if needed calls are gone. For other streams, readers detect the
+        """After a reconnection, raise `StreamEndLost` if needed calls are gone. In other streams, readers detect the
         loss."""
         back = asyncio.Event()
         stop_listening = self.bus.on_reconnect(back.set)
@@ -440,7 +441,7 @@ async def _lead_once(coordinator: Coordinator, lease: Lease, memory: Memory) -> 
     """Stand by, then lead. Return when deposed, when a message could not be decided, when a stream has lost its end, or
     when the bus was away for a long time.
 
-    Raises `LogCorrupted`, and `BusUnavailable` when the bus was closed.
+    Raises `LogCorrupted` if the log is damaged, and `BusUnavailable` when the bus was closed.
     """
     bus = coordinator.bus
     try:

@@ -11,7 +11,7 @@ from bombus.errors import BombusError
 log = logging.getLogger(__name__)
 
 EVENTS = 20_000  # events between two snapshots; folding them takes a fifth of a second
-SHARE = 16  # large events: a snapshot is due after 1 / SHARE of the stream's size
+SHARE = 16  # if events are large, a snapshot is due after 1 / SHARE of the stream's size
 LAST_S = 5.0  # time allowed for the last snapshot when the leader stops
 
 
@@ -94,5 +94,5 @@ class Snapshotter:
             self.pace.stored(position)
             await snapshots.prune(self._bus, position, self.held)
             log.info("snapshot at event %d: %d bytes", position, len(body))
-        except BombusError as error:  # the log has everything; a snapshot only saves time
+        except BombusError as error:  # the log has all events; a snapshot only saves time
             log.warning("no snapshot at event %d: %s", position, error)

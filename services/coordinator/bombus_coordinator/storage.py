@@ -26,7 +26,7 @@ from bombus_coordinator.rules.live import Live
 
 log = logging.getLogger(__name__)
 
-PERIOD_S = 1.0  # so that clients find out within two seconds
+PERIOD_S = 1.0  # short enough that clients find out within two seconds
 RESERVE = 0.1  # fraction of a stream
 FREE_AGAIN = 1.5  # multiple of the reserve
 DISK = "the disk"
@@ -72,7 +72,7 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
 
 
 def _oldest_group(hive: Hive) -> str:
-    """Return a sentence about the oldest queued group, which keeps its stream from being trimmed. "" if no group is
+    """Return a sentence about the oldest queued group, which keeps its stream from being trimmed, or "" if no group is
     queued."""
     queued = [
         (group.body.first, engine.name, number, group)
@@ -98,8 +98,8 @@ async def watch(
     disk_reserve: int = DISK_RESERVE_BYTES,
     period_s: float = PERIOD_S,
 ) -> None:
-    """Report to the inbox whenever a place becomes full or free, until cancelled. `disk` is a folder on the server's
-    disk."""
+    """Until cancelled, report to the inbox whenever a place becomes full or has room again. `disk` is a folder on the
+    server's disk."""
     count = 0
     while True:
         try:

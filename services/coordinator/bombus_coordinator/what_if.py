@@ -1,8 +1,8 @@
 """`bombus replay what-if`: replay the facts of a run under other rules. Which batches would have been made, and when?
 
-Episodes end and clients agree at the recorded times. The coordinator's own rules (`transitions.settle`) turn them into
-batches in a hive where nothing takes time: no batch waits for an open episode, and steps and weight loads are instant,
-so rolling never stops.
+Episodes end and clients agree at the recorded times. The coordinator's own rules (`transitions.settle`) turn the
+episodes into batches in a hive where nothing takes time: no batch waits for an open episode, and steps and weight loads
+are instant, so rolling never stops.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ROWS_MAX = 40
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch, completed by the event of the log at `position`."""
+    """A batch, completed by the log's event at `position`."""
 
     step: int
     position: int
@@ -50,7 +50,7 @@ class WhatIfResult(msgspec.Struct, kw_only=True):
     left: int = 0  # episodes in the pool when the log ended
 
     def note(self, event: AnyEvent, position: int, pool: int) -> None:
-        """Count an event. `pool` is how many episodes were in the pool before the event."""
+        """Count an event. `pool` is the number of episodes that were in the pool before the event."""
         match event:
             case ev.BatchReady():
                 rewards = [episode.reward for group in event.groups for episode in group.episodes]
@@ -78,7 +78,8 @@ class Instant:
     """One run of an engine in a hive without time, under `rules`."""
 
     def __init__(self, engine: str, run: int, rules: Collection) -> None:
-        # Without time there is nothing to wait for, so clients that have agreed do not need to see the phase change.
+        # Where nothing takes time, there is nothing to wait for, so clients that have agreed need not see the phase
+        # change.
         self.result = WhatIfResult(rules=rules)
         configured = ev.EngineConfigured(
             engine=engine,
@@ -160,8 +161,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 async def compare(source: Source, engine: str, run: int | None, changes: dict[str, object]) -> Compared:
     """Compare a run (by default the last one) with the same run under rules with these `changes`.
 
-    Raises `NotOnLog` if there is no such run or the log no longer reaches back to its start, `BadUsage` for rules that
-    engines do not accept.
+    Raises `NotOnLog` if there is no such run or the log no longer reaches back to its start, and `BadUsage` for rules
+    that engines do not accept.
     """
     wanted = run if run is not None else await _last_run(source, engine)
     found: Compared | None = None
@@ -253,7 +254,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the rules given as options. Raises `BadUsage`."""
+    """Return the rules given as options. Raises `BadUsage` if an option's value is invalid."""
     changes: dict[str, object] = {}
     if arguments.method is not None:
         try:

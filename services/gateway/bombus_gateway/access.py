@@ -33,7 +33,9 @@ HeaderMap = dict[bytes, bytes]
 
 
 class Access(StrEnum):
-    """Who may use a route. Routes that are open to all have no guard; model calls have an `EpisodeGuard`."""
+    """Who may use a route. Routes that are open to all have no guard; routes for model calls have an `EpisodeGuard`.
+    The holder of a key: the key's name and limits (see `hive_keys.NamedKey`; 0 means no limit). `admin` is true for the
+    admin key."""
 
     CLIENT = "client"  # claim and end episodes, read the state of the engine
     CONTROL = "control"  # change what an engine does
@@ -60,7 +62,7 @@ OPERATOR = KeyHolder(admin=True)
 
 
 def without_path_key(scope: Scope) -> Scope:
-    """Move the key of a request to `/k/<key>/...` into a header, and remove it from the path."""
+    """Move the key in the path of a request to `/k/<key>/...` into a header."""
     key, slash, rest = scope["path"].removeprefix(PATH_KEY).partition("/")
     headers = [*scope["headers"], (b"x-api-key", key.encode())]
     bare = {name: value for name, value in scope.items() if name != "raw_path"}
@@ -71,8 +73,8 @@ class Guard(SecurityBase):
     """Guards the routes of one kind of access: FastAPI's routes as a dependency, all others through `refusal`.
 
     The admin key opens client routes too. If only a client key is set, control routes require that key, since they must
-    not be easier to reach than client routes. A route that needs no key is open to everyone except web pages of other
-    sites. `changing_get` marks a GET route that changes something, for which links from other sites are refused too.
+    not be easier to reach than client routes. A route that needs no key is open to everyone except other sites' web
+    pages. `changing_get` marks a GET route that changes something, for which links from other sites are refused too.
     """
 
     def __init__(self, access: Access, keys: HiveKeys, public_url: str, changing_get: bool = False) -> None:
@@ -116,9 +118,10 @@ class Guard(SecurityBase):
 
         A route that needs no key trusts its machine or network. But browsers there also run other sites' pages, which
         can post to this route, or point a domain name of their own at it. Browsers send the page's site in `Origin`,
-        which other clients do not send. For images and links browsers omit it. If the hive is on their own machine,
-        they say in `Sec-Fetch-Site` that the page is from another site, and name the page in `Referer`. The other site
-        cannot read a page that is opened through a link, so links to routes that change nothing are allowed.
+        which other clients do not send. For images and links, browsers omit `Origin`. If the hive is on the browser's
+        own machine, the browser says in `Sec-Fetch-Site` that the page is from another site, and names the page in
+        `Referer`. The other site cannot read a page that is opened through a link, so links to routes that change
+        nothing are allowed.
         """
         named = {name: value.decode("latin-1") for name, value in headers}
         origin = named.get(b"origin", "")
@@ -140,7 +143,7 @@ class Guard(SecurityBase):
 
 
 class EpisodeGuard:
-    """Verifies episode keys for the APIs of one engine, or for those of every engine with `any_engine`."""
+    """Verifies episode keys for the APIs of one engine or, with `any_engine`, for those of every engine."""
 
     def __init__(self, keys: Keys, engine: str, any_engine: bool) -> None:
         self._keys = keys
@@ -148,7 +151,7 @@ class EpisodeGuard:
         self._any_engine = any_engine
 
     def verify(self, key: str, now_ns: int) -> KeyClaims:
-        """Return what a key allows. Raises `Refused` BAD_KEY or KEY_EXPIRED."""
+        """Return what a key allows. Raises `Refused` BAD_KEY if the key is not valid here, or KEY_EXPIRED."""
         claims = self._keys.verify(key, now_ns)
         if claims.engine != self._engine and not self._any_engine:
             raise Refused(
@@ -171,7 +174,7 @@ def episode_key(headers: Mapping[bytes, bytes]) -> str:
 
 
 def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
-    """Return the holders of the keys that open client routes, by key. Empty if these routes need no key."""
+    """Return the holders of the keys that open client routes, by key, or an empty dict if these routes need no key."""
     if not keys.for_clients:
         return {}
     named = {
@@ -200,7 +203,7 @@ def _presented(headers: RawHeaders) -> list[bytes]:
 
 
 def _origin_of(page: str) -> str:
-    """Return the origin of a page's address, or "" for an empty address."""
+    """Return the origin in a page's address, or "" for an empty address."""
     scheme, _, rest = page.partition("://")
     return f"{scheme}://{rest.partition('/')[0]}" if page else ""
 

@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class GatewayApp(FastAPI):
-    """FastAPI, with a table of paths (`hot`) that are answered before its middleware and routing.
+    """FastAPI, with a table of paths (`hot`) that are answered before FastAPI's middleware and routing.
 
     FastAPI's own work would cost more than a model call itself. `below` lists path prefixes with the applications that
-    answer all other paths under them; the first match answers. Requests to `uncounted` paths do not count as open:
-    these are health checks and heartbeats, which must be answered even if the gateway is full.
+    answer all other paths under them; the first matching prefix is used. Requests to `uncounted` paths do not count as
+    open: these are health checks and heartbeats, which must be answered even if the gateway is full.
     """
 
     gateway: Gateway
@@ -89,7 +89,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
     app = GatewayApp(
         title="bombus",
         description="Train language models with the agent harness that you have: change `base_url` and `api_key`.",
-        openapi_url=None,  # FastAPI would build it on the event loop, and its docs page loads scripts from other sites
+        openapi_url=None,  # FastAPI would build it on the event loop, and its docs page loads other sites' scripts
     )
     app.gateway = gateway
     app.calls = calls = Calls(gateway)
@@ -117,7 +117,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         app.hot[f"{prefix}/v1/messages"] = anthropic.messages
         app.hot[f"{prefix}/v1/messages/count_tokens"] = anthropic.count_tokens
         app.hot[f"{prefix}/v1/embeddings"] = openai.embeddings
-        for place in (prefix, f"{prefix}/v1"):  # vLLM has them at the root
+        for place in (prefix, f"{prefix}/v1"):  # vLLM has these at the root
             app.hot[f"{place}/tokenize"] = openai.tokens.tokenize
             app.hot[f"{place}/detokenize"] = openai.tokens.detokenize
         agents = EpisodeGuard(gateway.keys, engine, any_engine=not prefix)

@@ -25,11 +25,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What the bodies of a route may contain. Where a limit is 0, only `bytes_max` applies.
+    """What the bodies of a route may contain. A limit of 0 means that only `bytes_max` applies.
 
-    With a `depth` of 0, the body's decoder checks the nesting. `names` limits the names in all objects together, and
-    `lists` counts objects too. A body that `may_be_binary` is read as JSON unless its content type is protobuf. A body
-    of up to `inline_bytes` is decoded on the event loop, a larger one in a thread.
+    With a `depth` of 0, the body's decoder checks the nesting. `names` limits the number of names in all objects
+    together, and `lists` counts objects too. A body that `may_be_binary` is read as JSON unless its content type is
+    protobuf. A body of up to `inline_bytes` is decoded on the event loop, a larger one in a thread.
     """
 
     bytes_max: int
@@ -49,8 +49,8 @@ class BodyLimits:
         """Return the JSON `body` if it is within the limits. Raises `Refused`: TOO_LARGE, or MALFORMED if it is nested
         too deeply.
 
-        Nothing is decoded. A list, name or value takes at least two bytes, so in a body too small to exceed the limits
-        they are not counted.
+        Nothing is decoded. A list, name or value takes at least two bytes, so nothing is counted in a body that is too
+        small to exceed the limits.
         """
         counted = {"lists and objects": self.lists, "names": self.names, "values": self.values}
         if (not self.depth or is_flat(body)) and not any(0 < most < len(body) // 2 for most in counted.values()):
@@ -86,7 +86,8 @@ TRAJECTORIES = BodyLimits(
 
 
 class BodyGate:
-    """Reads the bodies of one gateway's requests. `calls` are the limits for model calls, `samples` for samples."""
+    """Reads the bodies of one gateway's requests. `calls` are the limits for model calls, and `samples` those for
+    samples."""
 
     def __init__(self, workers: Workers, call_bytes_max: int) -> None:
         self.calls = BodyLimits(call_bytes_max, depth=0, fewer="send less text", inline_bytes=READ_BYTES_MAX)
@@ -114,7 +115,8 @@ class BodyGate:
         return await self._workers.run(turn, len(body), work, bounds.inline_bytes)
 
     async def unpacked(self, headers: HeaderMap, receive: Receive, bounds: BodyLimits, turn: str) -> bytes:
-        """Return the decompressed bytes of a body. Only its size has been checked. Raises `Refused`."""
+        """Return the decompressed bytes of a body, of which only the size has been checked. Raises `Refused` if it is
+        too large."""
         body = await received(headers, receive, bounds)
         encoding = headers.get(b"content-encoding", b"").decode("latin-1")
         return body if encoding in ("", "identity") else await self._unpacked(encoding, body, bounds, turn)
@@ -138,7 +140,8 @@ def _unpacked(encoding: str, body: bytes, bytes_max: int) -> bytes:
 
 
 async def received(headers: HeaderMap, receive: Receive, bounds: BodyLimits) -> bytes:
-    """Return the bytes of a body as received. Raises `Refused`: TOO_LARGE at the limit, or MALFORMED if cut off."""
+    """Return the bytes of a body as received. Raises `Refused`: TOO_LARGE at the limit, or MALFORMED if the body is cut
+    off."""
     parts: list[bytes] = []
     size, more = 0, True
     bounds.check_size(int(headers.get(b"content-length", b"0")))  # the server has checked that this is a number

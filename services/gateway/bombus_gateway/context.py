@@ -58,8 +58,8 @@ class Gateway:
         return self.clients.holder(request.scope["headers"])
 
     def holder_of(self, request: Request) -> str:
-        """Return the name of the request's key. It is "" if the key has no name or there is no key, which means that
-        the caller may use everything."""
+        """Return the name of the request's key, or "" if the key has no name or there is no key, which means that the
+        caller may use everything."""
         return self.key_of(request).name
 
     async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:

@@ -1,4 +1,4 @@
-"""`/docs`: a gateway's routes as one HTML page, made from its OpenAPI document.
+"""`/docs`: a gateway's routes as one HTML page, generated from its OpenAPI document.
 
 The page has no scripts and loads nothing, so it works without a network and runs no third-party code.
 """

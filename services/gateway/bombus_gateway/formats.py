@@ -23,7 +23,8 @@ _SEND_S = 5.0
 class FormatReports:
     """Sends each format that is missing from the log, until the log has it.
 
-    The message for a run always has the same id, so the bus keeps only one copy of it until the coordinator decides it.
+    The message for a run always has the same id, so the bus keeps only one copy of it until the coordinator has decided
+    it.
     """
 
     def __init__(self, gateway: Gateway, models: EngineModels) -> None:
@@ -31,7 +32,7 @@ class FormatReports:
         self._models = models
         self._sender = uuid.uuid4().hex
         self._name = f"{socket.gethostname()}-{os.getpid()} (bombus {importlib.metadata.version('bombus')})"
-        self._tried: dict[str, int] = {}  # by engine: the last run whose model was read, or could not be
+        self._tried: dict[str, int] = {}  # by engine: the last run for which reading the model succeeded or failed
 
     async def run(self) -> None:
         """Read the model of each engine when its run boots, and report its format, until cancelled."""

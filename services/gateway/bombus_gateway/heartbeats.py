@@ -1,4 +1,4 @@
-"""Collects heartbeats of episodes and clients, and confirmations of claims, and forwards them in a few messages."""
+"""Collects heartbeats from episodes and clients, and confirmations of claims, and forwards them in a few messages."""
 
 import asyncio
 import logging
@@ -67,7 +67,7 @@ class Heartbeats:
             del calls[episode]
 
     async def run(self) -> None:
-        """Send what was collected, until cancelled."""
+        """Send what has been collected, until cancelled."""
         beat = 0
         beats = round(HEARTBEAT_S / CONFIRM_S)
         while True:
@@ -79,7 +79,7 @@ class Heartbeats:
                 await self.flush()
 
     async def beat(self) -> None:
-        """Report the live clients. Even an empty report tells the coordinator that this gateway can hear clients."""
+        """Report the live clients. Even an empty report shows the coordinator that this gateway can hear clients."""
         if not self._hears_clients():
             return
         clients, self._clients = tuple(self._clients), set()

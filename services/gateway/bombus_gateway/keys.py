@@ -76,8 +76,8 @@ class Keys:
     def claimed_id(self, episode: str) -> str:
         """Return the id under which a claim returns an episode to the client.
 
-        The client needs it to end, abort, touch and replay the episode. The agent cannot derive it from the episode's
-        key.
+        The client needs this id to end, abort, touch and replay the episode. The agent cannot derive the id from the
+        episode's key.
         """
         secret = urlsafe_b64encode(self._mac(_CLAIMED + _bytes(episode))).rstrip(b"=").decode()
         return f"{episode}{SECRET_MARK}{secret}"

@@ -1,7 +1,7 @@
-"""The limits of a single request, for every API. docs/limits.md lists these, and the limits of connections and headers.
+"""The limits of a single request, for every API. docs/limits.md lists these, and the limits on connections and headers.
 
 The limits that the operator sets are in `settings.py`: the size of a call's body, open calls, bytes per episode. The
-limits of a client key are in `bombus.machine.hive_keys`.
+limits for a client key are in `bombus.machine.hive_keys`.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ SIGN_BODY_BYTES = 8 << 10  # for health checks and heartbeats, which a gateway a
 # Model calls.
 MESSAGES = 4096
 CHOICES = 64
-FIELDS = 256  # fields of a body, known and unknown
+FIELDS = 256  # fields in a body, known and unknown
 UNSUPPORTED = 4096  # places in a request that ask for something unsupported
 TOOLS = 256
 CALLS_IN_ANSWER = 256  # if the model writes more calls, the rest is text
@@ -25,14 +25,14 @@ NAME_CHARACTERS = 256  # for the name of a model, participant or function, and f
 ROLE_CHARACTERS = 64  # in the header x-bombus-role
 SAMPLED_TOKENS = 8 << 20  # tokens that one request may ask for, over all of its answers or samples
 TOP_LOGPROBS = 20  # alternatives reported per token
-SAMPLED_ALTERNATIVES = 2 << 20  # over all sampled tokens of a request, or over a prompt
+SAMPLED_ALTERNATIVES = 2 << 20  # over all of a request's sampled tokens, or over a prompt
 TOTAL_TOKENS_DIGITS = 9  # in the header x-bombus-total-tokens
 OVERRIDDEN = 32  # names of requested parameters or features that are reported as not applied
 CHARACTERS_FOR_A_TOKEN = 16  # per token of context; English has about four, runs of spaces or symbols the most
 
 # The swarm API.
 SWARM_BODY_BYTES = 4 << 20
-SWARM_DEPTH = 900  # deepest nesting of a report that is accepted; values nested deeper than `DEPTH` are left out
+SWARM_DEPTH = 900  # deepest nesting accepted in a report; values nested deeper than `DEPTH` are left out
 ID_CHARACTERS = 128
 TASK_CHARACTERS = 512
 DATA_SET_CHARACTERS = 128
@@ -60,7 +60,7 @@ ADAPTER_TARGETS = 64
 # Rollout groups.
 TRAJECTORY_BODY_BYTES = 64 << 20  # applies both before and after decompression
 TRAJECTORY_NUMBERS = 8 << 20  # tokens and numbers in all arrays of one request
-SEQUENCE_NUMBERS = 1 << 20  # tokens of one sequence, or numbers of an array that accompanies them
+SEQUENCE_NUMBERS = 1 << 20  # tokens in one sequence, or numbers in an array that accompanies them
 TRAJECTORY_LISTS = 1 << 20  # lists and objects; a teacher's candidates take one list per token
 TRAJECTORY_GROUPS = 1024  # groups in one request
 GROUP_SEQUENCES = 1 << 14  # sequences in a group, and in a batch

@@ -25,14 +25,14 @@ def places_of(settings: GatewaySettings) -> int:
     """Return how many requests may be open before each key is held to its share. A quarter of the connections is kept
     spare.
 
-    Calls have a separate limit. It must be reached first, if this process may open files for that many.
+    Calls have a separate limit, which must be reached first, if this process may open enough files for that many.
     """
     connections = connections_of(settings)
     return max(min(settings.open_calls_max, connections // CONNECTIONS_FOR_A_CALL) + 1, connections * 3 // 4)
 
 
 class OpenRequest:
-    """One open request: how many bytes of its body were received and, once known, the share that it counts against."""
+    """One open request: how many bytes of its body were received and, once known, the share against which it counts."""
 
     __slots__ = ("bytes", "headers", "share")
 
@@ -60,7 +60,7 @@ class OpenRequests:
         self._held_by: Counter[str] = Counter()
 
     def enter(self, headers: RawHeaders) -> OpenRequest:
-        """Count a request until `leave` is called. Raises `Refused` OVERLOADED if there is no place for it."""
+        """Count a request until `leave` is called. Raises `Refused` OVERLOADED if there is no room for it."""
         request = OpenRequest(headers)
         if self._open < self._places:
             self._unknown.add(request)
@@ -108,13 +108,13 @@ class OpenRequests:
 
 
 def share_by_key(gateway: Gateway) -> Callable[[RawHeaders], str]:
-    """Return a function from headers to a share: that of the request's key, or that of the key that claimed its
-    episode."""
+    """Return a function that maps headers to a share: that of the request's key, or that of the key that claimed the
+    request's episode."""
     return lambda headers: gateway.clients.holder(headers).share or _owner_of_episode(gateway, headers)
 
 
 def _owner_of_episode(gateway: Gateway, headers: RawHeaders) -> str:
-    """Return the name of the key that claimed a request's open episode, or ""."""
+    """Return the name of the key that claimed a request's open episode, or "" if there is none."""
     try:
         claims = gateway.keys.verify(episode_key(dict(headers)), time.time_ns())
     except Refused:

@@ -29,7 +29,7 @@ def error_fields(error: Refused, parameters: Mapping[str, str]) -> dict[str, Any
 
 
 def error_body(error: Refused, parameters: Mapping[str, str]) -> bytes:
-    """Return an error's body in OpenAI's form."""
+    """Return an error's body in OpenAI's format."""
     return msgspec.json.encode({"error": error_fields(error, parameters)})
 
 

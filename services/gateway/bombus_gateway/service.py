@@ -30,7 +30,8 @@ CATCH_UP_S = 600.0
 async def run(settings: GatewaySettings) -> None:
     """Serve until cancelled or until one of the gateway's tasks fails.
 
-    Raises `BusUnavailable` if there is no bus or no hive, `Refused` if it cannot listen at the configured address.
+    Raises `BusUnavailable` if there is no bus or no hive, and `Refused` if the gateway cannot listen at the configured
+    address.
     """
     telemetry.configure("gateway")
     with listen(settings.host, settings.port, settings.reuse_port) as bound:

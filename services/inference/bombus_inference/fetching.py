@@ -44,7 +44,8 @@ _LOCK = "lock"
 
 @dataclass(frozen=True)
 class FetchedWeights:
-    """A version in `folder`. If it was published as a delta, `delta` is the file that turns version `base` into it.
+    """A version in `folder`. If it was published as a delta, `delta` is the file that turns version `base` into this
+    one.
 
     With an `adapter`, the version is that adapter on top of the model in `folder`.
     """
@@ -86,7 +87,7 @@ class Fetcher:
             raise EngineFault(f"this engine does not know the weights format {weights.format!r}")
         if weights.format == FULL_FORMAT:
             return self._keep(ready, FetchedWeights(await self._checked(weights, FULL_FILE)))
-        if self._current == ready and self._folder.is_dir():  # it was complete, but loading it failed
+        if self._current == ready and self._folder.is_dir():  # the version is complete, but loading it failed
             return FetchedWeights(self._folder)
         try:
             fetched = await self._from_delta(ready)
@@ -122,7 +123,7 @@ class Fetcher:
         return folder
 
     async def _request_full_copy(self, weights: Weights, trainer_epoch: Callable[[], int], why: str) -> None:
-        """Have the trainer write a full copy. Raises `EngineFault`.
+        """Have the trainer write a full copy. Raises `EngineFault` if the trainer does not write one.
 
         The request is repeated: a trainer answers only once it has finished writing, and a dead trainer may be
         restarted.
@@ -145,8 +146,8 @@ class Fetcher:
     # ---- deltas -----------------------------------------------------------------------------------------------
 
     async def _from_delta(self, ready: WeightsReady) -> FetchedWeights:
-        """Apply the delta to the current version if that is its base, or else apply all deltas since the last full
-        copy."""
+        """Apply the delta to the current version if that is the delta's base; otherwise apply all deltas since the last
+        full copy."""
         weights, current = ready.weights, self._current
         newest = await self._delta(weights)
         deltas = [newest]
@@ -253,7 +254,7 @@ def _remove_orphans(root: Path) -> None:
     for place in root.glob(f"{_CACHES}*"):
         try:
             lock = os.open(place / _LOCK, os.O_RDWR)
-        except OSError:  # it is just being created, or we may not remove it
+        except OSError:  # another process is just creating this cache, or we may not access it
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

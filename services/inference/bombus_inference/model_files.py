@@ -66,7 +66,7 @@ def read_shapes(path: Path) -> Shapes:
 def check_same_shapes(before: Shapes, path: Path) -> None:
     """Raise `EngineFault` unless the tensors in the file at `path` have these shapes.
 
-    vLLM itself only warns about a difference, and then serves a mixture of both.
+    vLLM itself only warns about a difference, and then serves a mixture of old and new tensors.
     """
     after = read_shapes(path)
     missing = [name for name in before if name not in after]

@@ -4,8 +4,8 @@
 weights are served.
 
 `POST /adapters` takes `{"address": ..., "folder": ...}`: the SHA-256 of an adapter's `adapter_model.safetensors` in
-hex, and a folder that this replica can read. It may be repeated. `GET /adapters` lists the loaded adapters, and `DELETE
-/adapters/ADDRESS` unloads one.
+hex, and a folder that this replica can read. The request may be repeated. `GET /adapters` lists the loaded adapters,
+and `DELETE /adapters/ADDRESS` unloads one.
 """
 
 import asyncio

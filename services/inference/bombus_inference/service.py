@@ -36,7 +36,8 @@ LOAD_RETRY_MAX_S = 60.0
 
 
 def make_backend(settings: InferenceSettings, deliver: Deliver) -> InferenceBackend:
-    """Create the backend that the settings name. No other is imported: torch takes seconds and half a gigabyte."""
+    """Create the backend that the settings name. No other backend is imported: torch takes seconds and half a
+    gigabyte."""
     match settings.backend:
         case "torch":
             from bombus_inference.backends.torch.backend import TorchBackend
@@ -66,7 +67,7 @@ class ReplicaService:
         self._alives = 0
         self._loads = 0
         self._losses = 0
-        self._canary: CanaryCheck | None = None  # of the version that is served
+        self._canary: CanaryCheck | None = None  # for the version being served
         self._warned_run = 0  # the run whose length limit has been warned about
         # Makes our message ids unique: otherwise a replica with a fixed name would send the id "alive, 1" after every
         # start.
@@ -147,7 +148,8 @@ class ReplicaService:
     # ---- weights ----------------------------------------------------------------------------------------------
 
     async def _load(self, ready: WeightsReady) -> None:
-        """Load weights and report it. If that fails, report why and keep trying, since a mount may come back.
+        """Load weights and report that they are loaded. If loading fails, report why and keep trying, since a mount may
+        come back.
 
         A version that is superseded in the meantime is abandoned, since its files may be gone.
         """
@@ -160,7 +162,8 @@ class ReplicaService:
             except EngineFault as fault:
                 failures += 1
                 computes_wrongly = isinstance(fault, CanaryFailed)
-                # A replica that computes wrongly stays in the hive, to be quarantined, which stops its calls too.
+                # A replica that computes wrongly stays in the hive so that it can be quarantined, which stops its calls
+                # too.
                 emptied = served and self.app.backend.version < 0 and not computes_wrongly
                 if self.app.backend.lost.is_set() or emptied:
                     self.app.backend.lost.clear()
@@ -253,7 +256,7 @@ class ReplicaService:
         await self._bus.inbox.send_when_back(loaded)
 
     def _expected(self, ready: WeightsReady) -> Expected | None:
-        """Return what the version must compute, None if its trainer does not say."""
+        """Return what the version must compute, or None if its trainer does not say."""
         if ready.canary is None:
             return None
         before = self._engine.weights_before
@@ -277,7 +280,8 @@ class ReplicaService:
     # ---- messages ---------------------------------------------------------------------------------------------
 
     async def _report_stage(self, stage: str) -> None:
-        """Report a boot stage, to be shown in `engine_status_detail`. It is dropped if the bus is unavailable."""
+        """Report a boot stage, to be shown in `engine_status_detail`. The report is dropped if the bus is
+        unavailable."""
         reached = StageReached(id=secrets.token_hex(8), engine=self._settings.engine, run=self._engine.run, stage=stage)
         with contextlib.suppress(BusUnavailable):
             await self._bus.inbox.send(reached, timeout_s=1.0)

@@ -1,4 +1,4 @@
-"""The settings of a replica, which are also its command line. Invalid values are refused on creation."""
+"""The settings of a replica, which are also its command-line arguments. Invalid values are refused on creation."""
 
 import argparse
 from pathlib import Path
@@ -114,7 +114,7 @@ class ComputeSettings(BaseModel):
         return self.kv_cache_bytes or KV_CACHE_BYTES
 
     def length_within(self, *limits: int) -> int:
-        """Return the smallest of these limits and of `max_model_len`, if that is set."""
+        """Return the smallest of these limits and, if it is set, `max_model_len`."""
         return min(limits if self.max_model_len is None else (*limits, self.max_model_len))
 
 
@@ -138,7 +138,7 @@ class VllmSettings(BaseModel):
     )
     max_lora_rank: MaxLoraRank = Field(
         default=64,
-        description="the highest rank of adapters in an operations run; each takes the memory of this rank",
+        description="the highest adapter rank in an operations run; every adapter takes that much memory",
     )
     start_s: Annotated[float, Flag(name="--vllm-start-timeout", metavar="SECONDS")] = Field(
         default=900.0, gt=0, le=86_400, description="how long vLLM may take to become ready"

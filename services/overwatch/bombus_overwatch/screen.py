@@ -100,7 +100,7 @@ class TrainingSummary:
     grad_norm: tuple[float, ...]
     staleness: float | None
     merge_share: float | None  # share of calls that extended an earlier call token for token
-    others: tuple[tuple[str, float], ...]  # metrics that its episodes report, and the last step's other metrics
+    others: tuple[tuple[str, float], ...]  # metrics that episodes report, and the last step's other metrics
     model: str = ""
 
 
@@ -198,7 +198,7 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
 def _episodes(view: HiveView, status: EngineStatus, now_ns: int) -> tuple[EpisodeRow, ...]:
     """Return a row for each open single-model episode of an engine and for each claim of multi-model episodes.
 
-    The longest idle come first.
+    The rows that have been idle longest come first.
     """
     rows = [_episode_row(episode) for episode in status.open_episodes if not episode.partners]
     claims = multi_model_claims(view.hive, now_ns) if len(rows) < len(status.open_episodes) else ()
@@ -325,7 +325,7 @@ def _window(seconds: Sequence[SecondCounts], now: int) -> Rates:
         if 0 <= age < RATE_CURVE_S:
             curve[RATE_CURVE_S - 1 - age] += entry.tokens
     lasted = now - seconds[0].second + 1 if seconds else RATE_S
-    window = min(RATE_S, max(1, lasted))  # shorter for a new run, to not underestimate its rate
+    window = min(RATE_S, max(1, lasted))  # shorter for a new run, so as not to underestimate its rate
     return Rates(tokens / window, episodes / window, tuple(curve))
 
 

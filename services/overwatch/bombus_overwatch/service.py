@@ -61,7 +61,7 @@ async def follow(app: Overwatch, bus: Bus) -> None:
 
 
 async def _watch(app: Overwatch, bus: Bus, follower: Follower, target: int) -> None:
-    """Keep the link state on the screen up to date, by checking our own socket; the server is sent nothing."""
+    """Keep the link state on the screen up to date, by checking our own socket; nothing is sent to the server."""
     shown: Link | None = None
     while True:
         link = _link(bus.is_connected, follower.position >= target)

@@ -58,11 +58,12 @@ class TrainerBackend(Protocol):
     ) -> dict[str, float]:
         """Train on a batch and return the step's metrics. A batch with nothing to train on changes nothing.
 
-        `account` is called with what became of the batch's tokens. `backends.steps.StepBackend` implements this method
-        on top of what each backend computes.
+        `account` is called with a record of what became of the batch's tokens. `backends.steps.StepBackend` implements
+        this method on top of what each backend computes.
 
         An update whose loss or gradient is not finite is skipped: parameters and optimizer stay as they are, and the
-        metric `updates_left_out` counts it. Raises `Interrupted` if `interrupted()` is true between two micro-batches.
+        metric `updates_left_out` counts the update. Raises `Interrupted` if `interrupted()` is true between two
+        micro-batches.
         """
         ...
 
@@ -80,7 +81,8 @@ class TrainerBackend(Protocol):
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
 
     def canary(self, part: ModelPart = ModelPart.MODEL) -> Canary | None:
-        """Return the canary of the current weights as they are published, with `part`. None: it is not computed."""
+        """Return the canary of the current weights as they are published, with `part`, or None if it is not
+        computed."""
         ...
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:

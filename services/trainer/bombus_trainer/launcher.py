@@ -176,7 +176,8 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
 
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
-    """Return the document, overridden by the flags about the trainer, the gateway and the hive."""
+    """Return the document, with the values given by flags for the trainer, the gateway and the hive in place of its
+    own."""
     typed = typed_overrides(arguments, FLAGS)
     engine = plain["engines"][arguments.engine]
     trainer = put_over({"backend": "verl", **(engine.get("trainer") or {})}, typed["trainer"])

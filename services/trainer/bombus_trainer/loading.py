@@ -30,7 +30,7 @@ LENGTH_BY_DEFAULT = RunConfig().rollout.max_model_len
 
 
 def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> TrainerBackend:
-    """Load the job's model at step 0 into the job's backend, on all `ranks` (None: this process alone).
+    """Load the job's model at step 0 into the job's backend, on all `ranks` (if None, on this process alone).
 
     Raises `EngineFault` if there is no such model, or if this process cannot train it.
     """
@@ -76,7 +76,7 @@ def load_executor(settings: TrainerSettings, allow_download: bool = False, ranks
 def load_base(
     job: RunConfig, options: TrainerOptions, executor: ExecutorSettings, ranks: Ranks | None = None
 ) -> OperationExecutor:
-    """Load the job's model as the base of training operations, on all `ranks` (None: this process alone).
+    """Load the job's model as the base of training operations, on all `ranks` (if None, on this process alone).
 
     The torch backend executes the operations, whichever backend the job names. Raises `EngineFault` if there is no such
     model.

@@ -1,4 +1,5 @@
-"""Describes the machine. The last bits of sums depend on it, so a step may give other bytes on another machine."""
+"""Describes the machine. The last bits of sums depend on it, so a step may produce different bytes on another
+machine."""
 
 import platform
 from pathlib import Path
@@ -11,7 +12,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 def this_machine(device: str) -> str:
     """Describe this machine, such as `cpu: AMD EPYC 9654 (AVX512), torch 2.13.0, 2 threads`.
 
-    If two machines have equal descriptions, a step should give the same bytes on both.
+    If two machines have equal descriptions, a step should produce the same bytes on both.
     """
     if device == "cpu":
         unit = f"{_cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"

@@ -66,10 +66,10 @@ class TrainerOptions(TrainerMachineOptions):
 
     @property
     def full_every(self) -> int:
-        """How many versions are published per full copy; all others are deltas.
+        """How often a full copy is published: one version in this many. All other versions are deltas.
 
-        With weights in a folder, the default is 1: hashing a version costs more than reading it there, so deltas save
-        nothing.
+        With weights in a folder, the default is 1: hashing a version costs more than reading it from the folder, so
+        deltas save nothing.
         """
         return self.weights_full_every or (1 if self.weights_by == "folder" else OBJECTS_FULL_EVERY)
 

@@ -34,7 +34,7 @@ class RunOwnership:
     """One trainer's ownership of its engine's runs, one run after the other. `follow()` must run as its own task.
 
     A superseded trainer stands aside only while its successor answers pings. Safety does not depend on the pings, since
-    facts of an older trainer epoch are ignored: an answer that comes too late costs an attempt, never a step. If a
+    facts from an older trainer epoch are ignored: an answer that comes too late costs an attempt, never a step. If a
     superseded trainer waited for a fixed time instead, two live trainers would keep superseding each other and never
     finish a step that takes longer than that time.
     """
@@ -179,7 +179,7 @@ class RunOwnership:
         await self._bus.client.subscribe(self._bus.subjects.trainer(self._options.engine, epoch), cb=answer)
 
     async def _is_alive(self, epoch: int, timeout_s: float) -> bool:
-        """Return whether the trainer of that epoch answers within `timeout_s`. True if the bus itself is down."""
+        """Return whether the trainer of that epoch answers within `timeout_s`, or true if the bus itself is down."""
         try:
             await self._bus.requests.request(
                 self._bus.subjects.trainer(self._options.engine, epoch), timeout_s=timeout_s

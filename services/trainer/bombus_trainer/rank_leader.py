@@ -95,16 +95,18 @@ class Leader:
         self._lost: BackendLost | None = None
 
     def load(self, job: RunConfig) -> TrainerBackend:
-        """Load a job on all ranks. Raises `EngineFault`, `BackendLost`."""
+        """Load a job on all ranks. Raises `EngineFault` if all ranks raise the same one, or otherwise `BackendLost`."""
         return _LeaderBackend(self, self.run((LOAD, (job,)), lambda: self._load(job)))
 
     def load_base(self, job: RunConfig, executor: ExecutorSettings) -> OperationBackend:
-        """Load the base of training operations on all ranks. Raises `EngineFault`, `BackendLost`."""
+        """Load the base of training operations on all ranks. Raises the same errors as `load`."""
         return _LeaderOperations(self, self.run((LOAD_BASE, (job, executor)), lambda: self._load_base(job, executor)))
 
     def run(self, call: RankCall, ours: Callable[[], T]) -> T:
-        """Make a call on all ranks; `ours` is this rank's part. Raises the error if all ranks raised it, else
-        `BackendLost`."""
+        """Make a call on all ranks; `ours` is this rank's part.
+
+        If all ranks raise the same error, this error is raised. After any other failure, raises `BackendLost`.
+        """
         if self._lost is not None:
             raise self._lost
         failure: Exception | None = None

@@ -20,7 +20,8 @@ LEADER = 0
 
 
 class Ranks:
-    """This process as rank `rank` of `size`. Every rank must call each method, and a call blocks until all have."""
+    """This process as rank `rank` of `size`. Every rank must make each call, which blocks until all ranks have made
+    it."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.rank = rank

@@ -82,9 +82,9 @@ class Trainer:
         self._reports = RunReports(options, self._ownership)
         self._attempt = 0
         self._tokenizer = ""
-        self._waited_s = 0.0  # how long it waited for the newest batch
+        self._waited_s = 0.0  # how long this trainer waited for the newest batch
         self._restored = 0  # the step of the checkpoint from which the model was loaded
-        self._made_again: dict[str, float] = {}  # metrics about steps retrained since, for the next step to report
+        self._made_again: dict[str, float] = {}  # metrics about steps retrained from there, for the next step to report
         self._debug: DebugRollouts | None = None
         self._watch = Watch(bus, options, self._ownership)
 
@@ -203,7 +203,8 @@ class Trainer:
         return executor
 
     async def _catch_up(self, executor: TrainerBackend) -> None:
-        """Retrain the steps after the checkpoint, up to the newest on the log, and compare that one's weights."""
+        """Retrain the steps after the checkpoint, up to the newest on the log, and compare the newest step's weights
+        with the log."""
         ownership = self._ownership
         engine, over = ownership.engine, ownership.over
         newest = 0 if engine.step_done is None else engine.step_done.step
@@ -223,7 +224,7 @@ class Trainer:
                 self._compare(engine.weights, same)
 
     def _compare(self, ready: WeightsReady, sha256: str) -> None:
-        """Record whether a retrained step has the same weights as on the log."""
+        """Record whether a retrained step's weights differ from those on the log."""
         differs = sha256 != ready.weights.sha256
         self._made_again[DIFFERS] = float(differs)
         if differs:

@@ -46,7 +46,8 @@ class Versions:
     """The versions published in one trainer epoch; each opening of a run has its own `Versions`.
 
     Each version has a directory in `root`, whether or not replicas read it from there. Within the `async with` block,
-    replicas that cannot assemble the newest version from deltas may request a full copy, and are answered.
+    replicas that cannot assemble the newest version from deltas may request a full copy, and their requests are
+    answered.
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, root: Path, run: int, trainer_epoch: int) -> None:
@@ -146,7 +147,8 @@ class Versions:
     async def _store(self, weights: Weights) -> Weights:
         """Copy a version into the object store if replicas read it from there. Return its `Weights` for the log.
 
-        With `--durability power`, it is on the disk by then: nobody would write it again once the log names it.
+        With `--durability power`, the version is on the disk when this returns: nobody would write it again once the
+        log names it.
         """
         directory = Path(weights.where)
         if not self._stored:

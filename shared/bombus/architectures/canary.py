@@ -1,7 +1,8 @@
-"""Compute a model's canary: logprobs of fixed sequences in float64, whatever its own precision, and a sum of its bits.
+"""Computes a model's canary: logprobs of fixed sequences in float64, whatever the model's own precision, and a sum of
+the bits of its weights.
 
-In float64 the same weights give the same logprobs to seven digits on any machine, so a difference is one of weights.
-One layer at a time is in float64, which bounds the memory.
+In float64 the same weights give the same logprobs to seven digits on any machine, so any difference is a difference in
+the weights. Only one layer at a time is in float64, which bounds the memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 1 << 24  # elements of a tensor that are converted at once
 
-Exact = Callable[[nn.Module, str, Tensor], Tensor]  # the values in float64 of a module's tensor of that name
+Exact = Callable[[nn.Module, str, Tensor], Tensor]  # returns the values of the module's tensor of that name in float64
 
 
 def in_double(module: nn.Module, name: str, value: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def in_double(module: nn.Module, name: str, value: Tensor) -> Tensor:
 def canary_logprobs(model: "PreTrainedModel", exact: Exact = in_double) -> tuple[float, ...]:
     """Return the logprobs of all tokens of the canary's sequences but the first of each, computed in one pass.
 
-    `exact` gives the values to compute with. The family's own code may raise anything.
+    `exact` returns the values to compute with. The family's own code may raise anything.
     """
     sequences = canary_sequences(int(model.config.get_text_config().vocab_size))
     tokens_BT = torch.tensor(sequences, device=model.device)
@@ -44,7 +45,7 @@ def canary_logprobs(model: "PreTrainedModel", exact: Exact = in_double) -> tuple
 
 
 def _logprobs(model: "PreTrainedModel", hidden_ND: Tensor, targets_N: Tensor, exact: Exact) -> Tensor:
-    """Return the logprobs of the targets [N], with a part of the output layer in float64 at a time."""
+    """Return the logprobs of the targets [N], with only one part of the output layer at a time in float64."""
     head, form = model.get_output_embeddings(), LogitsForm.of(model.config)
     bias_V = getattr(head, "bias", None)
     total_N = hidden_ND.new_full((len(hidden_ND),), -torch.inf)
@@ -116,7 +117,7 @@ def _parts(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Swapped:
-    """Tensors of modules that have been replaced for a while."""
+    """Tensors in modules that are temporarily replaced."""
 
     def __init__(self, exact: Exact) -> None:
         self._exact = exact

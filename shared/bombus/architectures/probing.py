@@ -1,5 +1,5 @@
-"""The check when a model is loaded: it is served or trained only if our results equal those of transformers' forward
-pass.
+"""The check when a model is loaded: the model is served or trained only if our results equal those of transformers'
+forward pass.
 
 The check ignores the family's name. An exception in the family's code also becomes a refusal, in one sentence.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 48  # enough for models without windows or large blocks
-BEYOND_WINDOW = 24  # tokens of the probe after the longest window has begun to slide
-COMPARED_MAX = 96  # maximum number of last tokens of a line, which lie beyond the windows
+BEYOND_WINDOW = 24  # tokens in the probe beyond the longest window
+COMPARED_MAX = 96  # the most tokens compared, at the end of a sequence, where they lie beyond the windows
 # Differences in nats that rounding explains: MEAN_MAX for the mean, BULK_MAX for all logprobs in float32, or for 90 %
 # of them in half precision, where rounding can route a token to another expert. In correctly computed random miniatures
 # in bfloat16, the worst of 190 logprobs was off by 0.94 (mixtral), 0.71 (olmoe) and 1.23 (gpt_oss), as much as
@@ -32,7 +32,7 @@ MEAN_MAX = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 BULK_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.06}
 BULK = 0.9
 GRADIENTS_MAX = 1e-2  # difference of float32 gradients that rounding explains, as a fraction of their norm
-SCALES_OF_POSITIONS = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the longest sequence
+SCALES_OF_POSITIONS = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the longest sequence length
 
 
 @contextmanager
@@ -116,7 +116,8 @@ def check_positions(config: "PretrainedConfig", limit: int) -> None:
 
 
 def _parameter_groups(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the sets of parameters in a configuration, which has one for all layers or one for each kind of layer."""
+    """Return the sets of rotary parameters in a configuration, which has one set for all layers or one for each kind of
+    layer."""
     nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
 
@@ -128,7 +129,7 @@ def probe_tokens(config: "PretrainedConfig", limit: int, least: int = PROBE_TOKE
 
 
 def _windows(document: Mapping[str, Any]) -> Iterator[int]:
-    """Yield every number in a configuration whose name says that it limits attention."""
+    """Yield every number in a configuration whose field name says that it limits attention."""
     for name, value in document.items():
         if isinstance(value, dict):
             yield from _windows(value)
@@ -142,14 +143,14 @@ def cuts_attention(name: str) -> bool:
 
 
 def probe_sequences(vocabulary: int, tokens: int) -> list[Tensor]:
-    """Return two lines of about `tokens` ids that begin alike and end differently."""
+    """Return two sequences of about `tokens` ids that begin alike and end differently."""
     trunk = np.arange(tokens - tokens // 3)
     tails = [np.arange(tokens // 3 - shorter) * 5 + shift for shorter, shift in ((0, 1), (1, 3))]
     return [torch.from_numpy(np.concatenate([trunk * 7, trunk[-1] + tail]) % vocabulary) for tail in tails]
 
 
 def uneven_sequences(vocabulary: int, window: int) -> list[Tensor]:
-    """Return four lines: two long answers to a prompt of 4 tokens, and two short answers to a prompt longer than
+    """Return four sequences: two long answers to a prompt of 4 tokens, and two short answers to a prompt longer than
     `window`."""
     lines = []
     for prompt, answer in ((4, 2 * window), (3 * window, 4)):
@@ -159,7 +160,8 @@ def uneven_sequences(vocabulary: int, window: int) -> list[Tensor]:
 
 
 def reference_logprobs(model: "PreTrainedModel", line_T: Tensor) -> Tensor:
-    """Return the logprobs of a line's last tokens, computed with transformers' own attention and moved to the CPU."""
+    """Return the logprobs of a sequence's last tokens, computed with transformers' own attention and moved to the
+    CPU."""
     ours = model.config._attn_implementation
     count = compared(line_T)
     model.set_attn_implementation("eager")
@@ -172,7 +174,7 @@ def reference_logprobs(model: "PreTrainedModel", line_T: Tensor) -> Tensor:
 
 
 def compared(line_T: Tensor) -> int:
-    """Return how many of a line's last tokens to compare."""
+    """Return how many of a sequence's last tokens to compare."""
     return min(len(line_T) - 1, COMPARED_MAX)
 
 

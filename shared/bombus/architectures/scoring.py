@@ -44,7 +44,7 @@ class Scoring:
 
     @property
     def fused(self) -> bool:
-        """Whether a fused kernel, which never has all scores in memory, can compute it."""
+        """Whether a fused kernel, which never has all scores in memory, can compute the attention."""
         return self.softcap is None and self.sinks_H is None
 
     def capped(self, scores: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Scoring:
     def shares(self, scores: Tensor, heads_first: int = 0) -> Tensor:
         """Return the softmax over the last dimension, without the share that goes to the sinks.
 
-        Dimensions `heads_first` and `heads_first` + 1 of `scores` together make up the query heads.
+        Dimensions `heads_first` and `heads_first` + 1 of `scores` together index the query heads.
         """
         if self.sinks_H is None:
             return torch.softmax(scores, dim=-1)

@@ -1,7 +1,7 @@
 """Appends decisions to the event log, with many in flight, each fenced by what it must follow (R2, R4).
 
 The log always holds a prefix of the decisions, and never part of a decision. After any failure, the last event on the
-log shows how many decisions are stored, or that another coordinator leads.
+log shows how many decisions are stored, or that another coordinator is now the leader.
 """
 
 import asyncio
@@ -54,12 +54,12 @@ AtomicWrite = Sequence[Outgoing]  # stored as a whole: one event, or a batch of 
 async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int, timeout_s: float = 30.0) -> int:
     """Append the events of `decisions` after event `expected_last`. Return the new last sequence once all are stored.
 
-    With `--durability power`, they are on the disk by then. Each decision is stored as a whole or not at all. After a
-    failure, the same call may be repeated over the same bus, since events that are already stored are recognised. The
-    first append of an epoch must be its `epoch.opened`, alone.
-    Raises `Deposed` if another coordinator has written, `BusUnavailable` if the log cannot be reached within
-    `timeout_s`, `StreamFull` if the log is full for longer than a compaction in progress may take, `StreamEndLost` if
-    it is shorter than `expected_last`, and `ValueError` for a decision of more than 1,000 events.
+    With `--durability power`, the events are on the disk by then. Each decision is stored as a whole or not at all.
+    After a failure, the same call may be repeated over the same bus, since events that are already stored are
+    recognised. The first append of an epoch must be its `epoch.opened`, alone. Raises `Deposed` if another coordinator
+    has written, `BusUnavailable` if the log cannot be reached within `timeout_s`, `StreamFull` if the log is full for
+    longer than a compaction in progress may take, `StreamEndLost` if the log is shorter than `expected_last`, and
+    `ValueError` for a decision of more than 1,000 events.
     """
     wanted = _checked(decisions)
     loop = asyncio.get_running_loop()
@@ -136,9 +136,9 @@ def plan_steps(decisions: Sequence[Sequence[Outgoing]], chained: bool) -> list[l
     """Split an append into steps. Each step waits for the one before it; within a step, nothing waits.
 
     On one replica (`chained`), everything is one step. Single events are written as they are, but everything from the
-    first to the last decision with several events goes into as few atomic batches as possible, because each batch there
-    costs the server a disk sync. On three replicas, the server refuses a second message under the same fence while one
-    is in flight, and batches cost little. There everything goes into batches, one per step.
+    first to the last decision with several events goes into as few atomic batches as possible, because each batch costs
+    a server without replication a disk sync. On three replicas, the server refuses a second message under the same
+    fence while one is in flight, and batches cost little, so everything goes into batches, one per step.
     """
     several = [index for index, decision in enumerate(decisions) if len(decision) > 1]
     first, last = (several[0], several[-1]) if several else (len(decisions), -1)
@@ -158,10 +158,11 @@ async def _append_step(
 ) -> BombusError | None:
     """Send all writes without waiting, then wait for all of them. Return the first failure.
 
-    An expected sequence does not suffice as a fence for the writes after the first. It would match by accident if
-    another coordinator had appended as many events as the refused writes before it had. So each write also carries
-    `fence`, which requires that the last `epoch.opened` is still ours. (Naming the previous event by its message id
-    would work on one replica; on three, nats-server 2.15 treats the mismatch as a write error and stops the stream.)
+    After the first write, an expected sequence does not suffice as a fence. If earlier writes of the step were refused
+    and another coordinator had appended just as many events, the sequence would match by accident. So each write also
+    carries `fence`, which requires that the last `epoch.opened` is still ours. (Naming the previous event by its
+    message id would work on one replica; on three, nats-server 2.15 treats the mismatch as a write error and stops the
+    stream.)
     """
     acks: list[tuple[int, asyncio.Future[PubAck]]] = []
     failure: BombusError | None = None
@@ -205,7 +206,7 @@ async def _send(bus: Bus, write: AtomicWrite, fence: Mapping[str, str]) -> async
     else:
         for each in write:
             bus.publisher.check(each.body)
-        batch = secrets.token_hex(8)  # new for each attempt, since the server may still hold the start of the last
+        batch = secrets.token_hex(8)  # new for each attempt: the server may still hold part of the previous one
         for number, each in enumerate(write[:-1], start=1):
             headers = {MSG_ID: log_id(bus, each), BATCH_ID: batch, BATCH_SEQUENCE: str(number), **each.headers}
             await bus.publisher.send_without_ack(each.subject, each.body, {**headers, **fence})
@@ -217,7 +218,8 @@ async def _send(bus: Bus, write: AtomicWrite, fence: Mapping[str, str]) -> async
 
 
 async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int) -> int:
-    """Return how many of the decisions the log has after `expected_last`, by its last event as read from the leader."""
+    """Return how many of the decisions the log has after `expected_last`, judging by its last event, read from the
+    leader."""
     epoch = int(decisions[0][0].headers[EPOCH])
     stored = await bus.last(bus.subjects.events_stream)
     last = 0 if stored is None else stored.seq
@@ -239,8 +241,8 @@ async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expec
 
 
 async def _epoch_fence(bus: Bus, epoch: int) -> EpochFence:
-    """Return the epoch's opening position and the log's number of replicas. Both are read once per epoch and after
-    failures."""
+    """Return the epoch's opening position and the log's number of replicas. Both are read once per epoch, and again
+    after a failure."""
     if bus.epoch_fence is None or bus.epoch_fence.epoch != epoch:
         opened = await bus.last(bus.subjects.events_stream, _epoch_subject(bus))
         if opened is not None and int(opened.headers.get(EPOCH, "0")) > epoch:

@@ -20,7 +20,7 @@ from bombus.hive.decoding import decoded
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20  # smaller if the server limits messages to less
+CHUNK_BYTES = 1 << 20  # smaller if the server's message limit is lower
 STALL_S = 10.0
 
 
@@ -142,7 +142,7 @@ class Blobs:
         return list(reply.state.subjects)
 
     async def _read_chunks(self, meta: _Meta) -> bytes | None:
-        """Return the object's bytes, or None if the chunks end before all have arrived."""
+        """Return the object's bytes, or None if its chunks stop arriving before the object is complete."""
         chunks: list[bytes] = []
         size = 0
         async with Reader(self._bus, self._stream, filter_subject=self._chunks_subject(meta.nuid)) as reader:

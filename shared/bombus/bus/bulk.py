@@ -1,7 +1,7 @@
 """Reads a long part of a stream fast, over its own connection and with a dedicated parser.
 
-nats-py spends some 10 us on a message with headers, and this module under 2. It handles only the plain case and stops
-at anything else; the caller then continues after the last message in the usual way. So it can only make reading faster,
+nats-py spends some 10 us on a message with headers, and this module under 2. This module handles only the plain case
+and stops at anything else; the caller then reads on from there in the usual way. So it can only make reading faster,
 never wrong.
 """
 
@@ -28,10 +28,10 @@ class BulkStopped(Exception):
 
 
 class StreamRange(msgspec.Struct, frozen=True):
-    """The messages `first` to `last` of a stream, read from a pull consumer without acknowledgements that begins at
-    `first`.
+    """The messages `first` to `last` of a stream, read from a pull consumer that begins at `first` and needs no
+    acknowledgements.
 
-    `inbox` is a subject that nothing else uses; `credit_bytes` is the limit of one request.
+    `inbox` is a subject that nothing else uses; `credit_bytes` is the byte limit of one request.
     """
 
     stream: str
@@ -45,8 +45,8 @@ class StreamRange(msgspec.Struct, frozen=True):
 async def read_bulk(server: ParseResult, wanted: StreamRange) -> AsyncGenerator[list[Stored], None]:
     """Yield every message of the range, in order, in groups that take some milliseconds to parse.
 
-    Raises `BulkStopped` or `OSError` before the end at a gap, at an error, after two seconds without a message, or for
-    a server that requires more than a password.
+    Raises `BulkStopped` or `OSError` if it cannot read to the end: because of a gap, an error, two seconds without a
+    message, or a server that requires more than a password.
     """
     try:
         reader, writer = await _open(server)
@@ -65,7 +65,7 @@ async def read_bulk(server: ParseResult, wanted: StreamRange) -> AsyncGenerator[
 async def _next_group(reader: asyncio.StreamReader, puller: "_Puller") -> list[Stored]:
     while True:
         puller.request_more()
-        await asyncio.sleep(0)  # lets other tasks run, which a read with data ready does not
+        await asyncio.sleep(0)  # lets other tasks run: a read whose data is already there does not
         chunk = await reader.read(CHUNK_BYTES)
         if not chunk:
             raise BulkStopped("the server closed the connection")
@@ -106,7 +106,7 @@ class _Puller:
         self._write = writer.write
         self._range = wanted
         self._next = wanted.first
-        self._credit = 0  # messages requested and neither delivered nor given back
+        self._credit = 0  # messages requested that have been neither delivered nor given back
         self._ack_head = 0  # length of a reply subject before the message's sequence; always the same
         self._pieces: list[bytes] = []  # the beginning of an incomplete message
         self._have = 0
@@ -118,7 +118,7 @@ class _Puller:
         return self._next > self._range.last
 
     def request_more(self) -> None:
-        """Keep two requests in flight, without requesting more than the range."""
+        """Keep two requests in flight, without requesting messages beyond the range."""
         wanted = self._range
         while self._credit <= CREDIT_MESSAGES and (left := wanted.last + 1 - self._next - self._credit) > 0:
             request = {

@@ -66,7 +66,7 @@ GET_ROOM_S = 60.0  # how long to wait for other readers' messages to arrive
 GETS_WAITING_MAX = 10_000
 SECRET_BYTES = 32
 PAYLOAD_BYTES_MIN = 64 << 10  # with less, not even headers, events and snapshots fit
-STREAMS_WAIT_S = 60.0  # how long to wait for another service to create them
+STREAMS_WAIT_S = 60.0  # how long to wait for another service to create the streams
 SECRET_ATTEMPTS = 40
 _SAFE_SUBJECT = re.compile(r"^[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*\Z")
 _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
@@ -75,9 +75,9 @@ _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 class Bus:
     """A connection to the bus of one hive, created by `Bus.connect`.
 
-    It reconnects forever; calls that cannot wait for that raise `BusUnavailable`. `publisher` publishes into streams,
-    `inbox` sends facts and commands to the coordinator, `requests` sends requests to the server, and `syncing` waits
-    until what is stored would survive a power cut.
+    It reconnects for as long as it takes; calls that cannot wait for the reconnection raise `BusUnavailable`.
+    `publisher` publishes into streams, `inbox` sends facts and commands to the coordinator, `requests` sends requests
+    to the server, and `syncing` waits until what is stored would survive a power cut.
     """
 
     def __init__(self, client: Any, subjects: Subjects, inbox: str) -> None:
@@ -106,8 +106,8 @@ class Bus:
         """Connect to `url` (several servers are separated by commas). `name` is shown in the server's monitoring.
 
         Raises `BusUnavailable` if no server answers within `timeout_s`, or, unless `patient`, immediately if nothing
-        listens. Raises `Refused` if the server accepts only tiny messages or the URL cannot be read, and `ValueError`
-        for a bad hive name.
+        listens at the address. Raises `Refused` if the server accepts only tiny messages or the URL cannot be read, and
+        `ValueError` for a bad hive name.
         """
         check_bus_address(url)
         subjects = Subjects(hive)
@@ -194,8 +194,8 @@ class Bus:
     async def answer(self, reply: str, answer: Answer) -> None:
         """Send an answer to `reply`, the subject in a request's `Bombus-Reply` header.
 
-        It is delivered at most once; a sender that misses it repeats its request. An answer over the server's size
-        limit is replaced by a refusal that says so.
+        The answer is delivered at most once; a client that misses it repeats its request. An answer over the server's
+        size limit is replaced by a refusal that says so.
         """
         if not _SAFE_SUBJECT.match(reply):
             logger.warning("a command asks for its answer at %r, which is not a subject", reply[:100])
@@ -229,7 +229,7 @@ class Bus:
     # ---- streams ----------------------------------------------------------------------------------------------
 
     async def ensure_streams(self, limits: StreamLimits = AS_THEY_ARE) -> None:
-        """Create the hive's streams and buckets, and change existing ones to any `limits` that are given.
+        """Create the hive's streams and buckets, and apply any `limits` that are given to existing ones.
 
         Several services may do this at the same time. Raises `BusUnavailable` if the servers lack the storage for the
         limits or are too few for the replicas, and `Refused` if a stream holds more than its new limit, or if replicas
@@ -298,7 +298,7 @@ class Bus:
     async def purge_below(self, stream: str, seq: int, subject: str = ">") -> int:
         """Remove every message (on `subject`) before `seq`. Return how many were removed."""
         if seq <= 1:
-            return 0  # to the server, a purge without a position means a purge of everything
+            return 0  # the server takes a purge without a position to mean everything
         only = {} if subject == ">" else {"filter": subject}  # a filter makes a purge much slower
         body = json.dumps({"seq": seq, **only}).encode()
         call = ApiCall(f"purge of {stream}", f"STREAM.PURGE.{stream}", decode_purge, body)
@@ -323,7 +323,8 @@ class Bus:
         return stored
 
     async def is_kept(self, stream: str, place: MessagePlace) -> bool:
-        """Return whether a stream still has a message, or had it until a purge: then the stream's end was not lost."""
+        """Return whether a stream still has a message, or has purged it. In either case, the stream has not lost its
+        end."""
         state = await self.state(stream)
         if not state.first_seq <= place.seq <= state.last_seq:
             return place.seq < state.first_seq
@@ -361,7 +362,7 @@ class Bus:
             await asyncio.gather(*running, return_exceptions=True)
 
     def _start_get(self, stream: str, seq: int, size: int) -> asyncio.Task[Stored]:
-        """Get a message for which `size` bytes of the window were acquired, and release them afterwards."""
+        """Get a message for which `size` bytes of the window were acquired, and then release those bytes."""
         task = asyncio.create_task(self.get(stream, seq))
         task.add_done_callback(lambda _: self._getting.release(size))
         return task
@@ -403,7 +404,8 @@ class Bus:
         return self._client
 
     def on_reconnect(self, notify: Callable[[], None]) -> Callable[[], None]:
-        """Call `notify` after each reconnection and when the connection closes. Return a function that stops this."""
+        """Call `notify` after each reconnection and when the connection closes. Return a function that ends the
+        subscription."""
         self._on_reconnect.add(notify)
         return lambda: self._on_reconnect.discard(notify)
 
@@ -436,8 +438,8 @@ class Bus:
 
 
 class _ErrorLog:
-    """Logs the connection's errors. A repeated error, such as that of each failed attempt, is logged as a warning only
-    once."""
+    """Logs the connection's errors. An error that repeats, for instance with each attempt to reconnect, is logged as a
+    warning only once."""
 
     def __init__(self) -> None:
         self.last = ""
@@ -456,7 +458,7 @@ class _ErrorLog:
 
 
 async def _look_for_server(url: str) -> None:
-    """Raise `BusUnavailable` if nothing listens at the ports of these servers."""
+    """Raise `BusUnavailable` if nothing listens on any of these servers' ports."""
     for each in url.split(","):
         parts = urlsplit(each if "//" in each else f"//{each}")
         try:
@@ -473,18 +475,18 @@ async def _look_for_server(url: str) -> None:
 
 async def _connect(client: Any, **options: Any) -> None:
     await client.connect(**options)
-    while not client.is_connected:  # nats-py also returns if the server hung up silently
+    while not client.is_connected:  # nats-py also returns if the server has closed the connection without a message
         await asyncio.sleep(LOOK_AGAIN_S)
 
 
 async def _close(client: Any) -> None:
-    with suppress(OSError):  # raised for data that was unsent when the connection was lost
+    with suppress(OSError):  # raised for data that had not been sent when the connection was lost
         await client.close()
     await _end(client._reconnection_task)
 
 
 async def _end(task: asyncio.Task[Any] | None) -> None:
-    """Cancel one of the client's tasks until it ends.
+    """Cancel one of the client's tasks, repeatedly until it ends.
 
     If an attempt to connect fails just as it is cancelled, the cancellation is lost (`asyncio.wait_for` in Python
     3.11). The client would then run forever and keep its process from ending.

@@ -26,8 +26,8 @@ class Follower:
     still on the log is folded, and `on_start` is first called with the position and the state before these events.
     Without it, the fold begins at the newest snapshot.
 
-    An event that only a newer release understands is skipped with a warning. That is safe because nothing is decided
-    from this fold, and the coordinator refuses what is not allowed. A reader that must not skip events is `strict`.
+    An event that only a newer release understands is skipped with a warning. That is safe because no decision is based
+    on this fold, and the coordinator refuses what is not allowed. A reader that must not skip events is `strict`.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class Follower:
             self._on_start(start.position, deepcopy(start.hive))
 
     async def _durable(self, group: list[Stored], reader: Reader) -> list[Stored]:
-        """Return a group; with `--durability power`, once it is on the disk, because services act on what is folded.
+        """Return a group; with `--durability power`, only once it is on the disk, because services act on what is
+        folded.
 
-        Raises `StreamEndLost` if it has not survived one.
+        Raises `StreamEndLost` if the group was lost in a power cut.
         """
         if not self._bus.syncing.needed:
             return group
@@ -177,7 +178,7 @@ async def fold(bus: Bus) -> Hive:
 
 
 def read_event(stored: Stored) -> AnyEvent:
-    """Decode the event of a message. Raises `NewerEvent` if it is intact but this version does not know it.
+    """Decode the event in a message. Raises `NewerEvent` if the event is intact but this version does not know it.
 
     Raises `LogCorrupted` if the bytes are not an event.
     """

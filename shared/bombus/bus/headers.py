@@ -34,7 +34,8 @@ def header_bytes(headers: Mapping[str, str]) -> int:
 
 
 def check_size(limit: int, what: str, body: bytes, headers: Mapping[str, str]) -> None:
-    """Raise `Refused` for a message that, with headers, is over the server's limit, since it would end the connection.
+    """Raise `Refused` for a message that, with its headers, is over the server's limit: the server would close the
+    connection.
 
     `what` names the message in the error.
     """

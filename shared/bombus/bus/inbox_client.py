@@ -1,7 +1,7 @@
 """The client side of the inbox: puts facts and commands into the stream, and receives commands' answers over core NATS.
 
 One subscription serves all of a connection's commands that wait for answers. Core NATS delivers at most once, so a
-command without an answer is put into the inbox again: the same command id gets the same answer (R3).
+command that gets no answer is put into the inbox again: the same command id gets the same answer (R3).
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class InboxClient:
         self._publisher = publisher
         self._subjects = subjects
         self._prefix = f"{reply_inbox}."
-        # A result of None means: send the command again. An error means that nothing is decided for now.
+        # A result of None means: send the command again. An error means that the leader decides nothing for now.
         self._pending: dict[int, asyncio.Future[AnyAnswer | BusUnavailable | None]] = {}
         self._next = 0
 
@@ -43,7 +43,7 @@ class InboxClient:
         await self._client.subscribe(self._subjects.undecided, cb=self._on_undecided)
 
     async def send(self, message: Message, *, traceparent: str = "", timeout_s: float = 10.0) -> int:
-        """Put a fact into the inbox, only once for each id, and return its sequence there."""
+        """Put a fact into the inbox, where each id is stored only once, and return its sequence there."""
         ack = await self._publisher.publish(
             self._subjects.inbox(kind_of(message)),
             encode_message(message),
@@ -68,7 +68,8 @@ class InboxClient:
                 await pause()
 
     async def request(self, message: Message, timeout_s: float = 10.0, *, traceparent: str = "") -> AnyAnswer:
-        """Put a command into the inbox and return the coordinator's answer, which comes once its events are durable.
+        """Put a command into the inbox and return the coordinator's answer, which comes once the resulting events are
+        durable.
 
         Raises `Refused` if the answer is a refusal. Raises `BusUnavailable` if there is no answer within `timeout_s`,
         or as soon as the leader says that it decides nothing for now. The command may still be decided later.

@@ -1,4 +1,4 @@
-"""Publish into streams: one inbox receives all acknowledgements, the window is bounded, and a message that is resent
+"""Publishes into streams: one inbox receives all acknowledgements, the window is bounded, and a message that is resent
 keeps its id.
 
 This uses neither nats-py's `publish_async`, which loses failures and leaks its slots, nor its `publish`, which costs a
@@ -36,7 +36,7 @@ _NO_RESPONDER = "no stream accepts this subject, or its stream has no leader now
 
 
 class _Care(msgspec.Struct, frozen=True, gc=False):
-    """Whether a message is resent, and whether its acknowledgement waits for a sync with `--durability power`."""
+    """Whether a message is resent, and whether, with `--durability power`, its acknowledgement waits for a sync."""
 
     repeat: bool
     durable: bool
@@ -48,7 +48,8 @@ _ONCE = _Care(repeat=False, durable=False)
 
 
 class _Entry(msgspec.Struct, eq=False):
-    """A message that waits for its acknowledgement. `failure` is why it was not acknowledged last time, if known."""
+    """A message that waits for its acknowledgement. `failure` is why the last attempt was not acknowledged, if
+    known."""
 
     subject: str
     body: bytes
@@ -64,7 +65,7 @@ class _Entry(msgspec.Struct, eq=False):
 
     @property
     def late(self) -> BombusError:
-        """The error to raise when the message has waited for too long."""
+        """The error to raise when the message has waited too long."""
         why = f"{self.subject}: no acknowledgement within {self.timeout_s:g} s"
         return BusUnavailable(why) if self.failure is None else self.failure
 
@@ -108,7 +109,7 @@ class Publisher:
     ) -> PubAck:
         """Store one message and return its position. It is resent under `msg_id` until it is acknowledged.
 
-        With `--durability power`, it is on the disk by then.
+        With `--durability power`, it is on the disk when this returns.
 
         Raises `BusUnavailable` if there is no acknowledgement within `timeout_s` or the stream is full, `WrongSequence`
         if the stream is not at the sequence that `headers` expect, and `Refused` if the message is over the server's
@@ -138,10 +139,10 @@ class Publisher:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
     ) -> asyncio.Future[PubAck]:
-        """Send as `publish` does, and return a future for the acknowledgement, so that many can be in flight at the
+        """Send as `publish` does, but return a future for the acknowledgement, so that many can be in flight at the
         same time.
 
-        Messages of one task go out in the order of its calls. This waits only for room in the window.
+        Messages that one task submits are sent in order. This waits only for room in the window.
         """
         return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, _DURABLE)
 
@@ -167,7 +168,7 @@ class Publisher:
         size = len(body) + _OVERHEAD_BYTES
         if not self._window.try_acquire(size):
             await self._window.acquire(size, min(timeout_s, self._room_wait_s))
-            check_size(self._client.max_payload, subject, body, headers)  # it may be another server by now
+            check_size(self._client.max_payload, subject, body, headers)  # we may be connected to another server by now
         token = self._next
         self._next = token + 1
         now = self._loop.time()
@@ -203,7 +204,7 @@ class Publisher:
     def message_bytes_max(self) -> int:
         """Return the largest body that can be published now, in bytes: the server's limit less room for headers.
 
-        The limit is that of the server to which the latest connection was made.
+        The limit is that of the server to which the client last connected.
         """
         return int(self._client.max_payload) - HEADER_ROOM_BYTES
 
@@ -222,7 +223,7 @@ class Publisher:
                 self._finish(token, entry, AckLost(f"{entry.subject}: the connection broke"))
 
     def connection_back(self) -> None:
-        """Resend every waiting message, in order: it may never have been sent, or its acknowledgement may be lost."""
+        """Resend every waiting message, in order: the message may never have been sent, or its acknowledgement lost."""
         self._resend(list(self._waiting.items()))
 
     def close(self) -> None:
@@ -239,7 +240,7 @@ class Publisher:
         try:
             await self._client.publish(entry.subject, entry.body, entry.reply, entry.headers)
         except OutboundBufferLimitError:
-            pass  # the connection has just been lost: `connection_back` sends it again
+            pass  # the connection has just been lost: `connection_back` resends the message
         except (ConnectionClosedError, ConnectionDrainingError):
             self._finish(token, entry, BusUnavailable(f"{entry.subject}: the bus is closed"))
 
@@ -247,13 +248,13 @@ class Publisher:
         token = int(message.subject[len(self._prefix) :])
         entry = self._waiting.get(token)
         if entry is None:
-            return  # the message was given up, or this acknowledges a resend
+            return  # we have given up on the message, or a resend was acknowledged too
         result = ack_of(message.data, entry.subject) if message.data else NotNow(f"{entry.subject}: {_NO_RESPONDER}")
         if isinstance(result, AckLost) and entry.care.repeat:
             entry.failure = result  # an earlier attempt may still be acknowledged
         elif isinstance(result, NotNow) and entry.care.repeat:
             entry.failure = result
-            entry.sent_at = self._loop.time() - self._repeat_after_s  # the next sweep sends it again
+            entry.sent_at = self._loop.time() - self._repeat_after_s  # the next sweep resends the message
         elif entry.care.durable and isinstance(result, PubAck) and self.syncing is not None and self.syncing.needed:
             entry.sent_at = math.inf  # resent only if the connection breaks
             self.syncing.after(partial(self._synced, token, entry, result))
@@ -263,7 +264,7 @@ class Publisher:
     def _synced(self, token: int, entry: _Entry, ack: PubAck, failure: BombusError | None) -> None:
         if failure is None:
             self._finish(token, entry, ack)
-        else:  # what was stored may be gone: the next connection sends it again
+        else:  # what was stored may be gone: it is resent once the connection is back
             entry.failure, entry.sent_at = failure, self._loop.time()
 
     def _finish(self, token: int, entry: _Entry, result: PubAck | BombusError) -> None:
@@ -306,7 +307,7 @@ class Publisher:
         for token, entry in entries:
             if token not in self._waiting:
                 continue
-            try:  # by now this may be another server, or one with another limit
+            try:  # by now we may be connected to another server, or to one with another limit
                 check_size(self._client.max_payload, entry.subject, entry.body, entry.headers)
             except Refused as refused:
                 self._finish(token, entry, refused)

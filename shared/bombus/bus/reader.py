@@ -1,10 +1,10 @@
-"""Read a stream from a given position: every message once, in order, across restarts of the server.
+"""Reads a stream from a given position: every message once, in order, across restarts of the server.
 
 This uses an ephemeral pull consumer without acknowledgements. nats-py's `fetch` costs a timer for each message, and its
 ordered consumer drops messages silently. Here messages are requested with credits and arrive by callback, and their
 delivery sequence is checked. After any gap, error status or silence, a new consumer continues after the last message
-received in order. It has a new name: in a cluster, the server that has just died may still own the old one. `bulk`
-reads a large backlog.
+received in order. The new consumer gets a new name: in a cluster, the server that has just died may still own the old
+name. `bulk` reads a large backlog.
 """
 
 import asyncio
@@ -35,20 +35,20 @@ CREDIT_BYTES = 8 << 20  # limit of each request: without it, large messages exce
 EXPIRES_S = 2.0
 HEARTBEAT_S = 0.5
 SILENCE_S = 2.0
-CREATE_S = 0.5  # time allowed for making a consumer, doubled with each attempt up to CREATE_S_MAX
+CREATE_S = 0.5  # time limit for creating a consumer, doubled with each attempt up to CREATE_S_MAX
 CREATE_S_MAX = 2.0
 BULK_MESSAGES = 5_000  # size of a backlog for which a separate connection pays off
 INACTIVE_S = 30.0
 _PAUSE_S = 0.05
 _NS = 1_000_000_000
-_MESSAGE_ROOM_BYTES = 64 << 10  # room for the subject, reply and headers of a message of the largest size
+_MESSAGE_ROOM_BYTES = 64 << 10  # room for the subject, reply and headers of a largest message
 
 
 class Reader:
     """Reads the messages of `stream` from `start_seq` on, or from the first one that is still kept.
 
-    `after` is the message before it, if known. The stream must still have that message, and the last one that was read
-    (R6).
+    `after` is the message before `start_seq`, if known. The stream must still have that message, and later the last
+    message that was read (R6).
 
     Use it with `async with`, or call `close`. One task reads at a time. Reading ahead is bounded (15,000 messages, 24
     MB): beyond that, nothing is requested until `read` is called.
@@ -69,8 +69,8 @@ class Reader:
         self._filter = filter_subject
         self._last = start_seq - 1  # the last stream sequence received
         self._before = MessagePlace(self._last) if after is None else after
-        self._newest: Stored | None = None  # the last message, None before the first
-        self.unsure = 0  # up to here, messages arrived over an earlier connection and may be gone by now
+        self._newest: Stored | None = None  # the last message received, or None before the first
+        self.unsure = 0  # messages up to this one arrived over an earlier connection, and may be gone by now
         self._buffer: list[Stored] = []
         self._buffer_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -79,7 +79,7 @@ class Reader:
         self._inbox = bus.new_inbox()
         self._generation = 0
         # The current consumer:
-        self._consumer = ""  # its name, "" while there is none
+        self._consumer = ""  # its name, or "" while there is none
         self._delivered = 0  # its delivery sequence
         self._credit = 0  # messages requested and not yet delivered
         self._active = False
@@ -89,7 +89,7 @@ class Reader:
         """Wait for at least one message and return those that have arrived, in order. A cancelled read loses nothing.
 
         Raises `StreamEndLost` if the stream has lost the message that was read last, `BusUnavailable` if the bus was
-        closed, and `ServerRefused` if there is no such stream. While the bus is only disconnected, it waits.
+        closed, and `ServerRefused` if there is no such stream. While the bus is only disconnected, the call waits.
         """
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
@@ -175,7 +175,7 @@ class Reader:
         self._give_up("a new connection")
 
     def _give_up(self, why: str) -> None:
-        """Stop listening to this consumer; the keeper makes another."""
+        """Stop listening to this consumer; the keeper creates another."""
         if self._consumer:
             logger.info("reader of %s at %d: making a new consumer: %s", self.stream, self._last, why)
         self._consumer = ""
@@ -207,7 +207,7 @@ class Reader:
                 await self._give_credit()
         except BombusError as error:
             self._fail(error)
-        except Exception as error:  # nothing awaits the keeper, so the reader must be told
+        except Exception as error:  # nothing awaits the keeper, so `read` must raise the error
             logger.exception("reader of %s", self.stream)
             self._fail(BusUnavailable(f"reader of {self.stream}: {error!r}"))
         finally:
@@ -215,7 +215,7 @@ class Reader:
             await self._unsubscribe(subscription)
 
     async def _read_backlog(self) -> None:
-        """Read the backlog in bulk if it is large. Wherever that ends, a consumer continues."""
+        """Read the backlog in bulk if it is large. Wherever the bulk read stops, a consumer continues."""
         server = self._bus.client.connected_url
         if self._filter is not None or server is None:
             return
@@ -249,10 +249,10 @@ class Reader:
             await self._wake.wait()
 
     async def _make_consumer(self) -> None:
-        """Make a consumer that starts after the last message, waiting while the bus cannot be reached.
+        """Create a consumer that starts after the last message, waiting while the bus cannot be reached.
 
-        Each attempt uses a new name. If a cluster has assigned a consumer to a server that has just died, its name
-        stays taken and nothing answers for it until that server is back.
+        Each attempt uses a new name. If a cluster has assigned a consumer to a server that has just died, the
+        consumer's name stays taken, and requests to it go unanswered until that server is back.
         """
         timeout_s = CREATE_S
         while True:
@@ -299,7 +299,8 @@ class Reader:
             await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.{self.stream}.{name}")
 
     async def _check_end(self) -> None:
-        """Raise `StreamEndLost` if the stream has lost its end: the server would accept a position beyond it (R6)."""
+        """Raise `StreamEndLost` if the stream has lost its end: the server would accept a position beyond the end
+        (R6)."""
         place = self._before if self._newest is None else self._newest.place
         if place.seq > 0 and not await self._bus.is_kept(self.stream, place):
             raise StreamEndLost(self.stream, place.seq)

@@ -1,4 +1,4 @@
-"""Requests to the server, its JetStream API and direct reads, repeated until they are answered or time is up."""
+"""Requests to the server, its JetStream API and direct reads, repeated until they are answered or their time is up."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from bombus.bus.wire import NO_HEADERS, ApiReply, NotNow, ReceivedMessage, error
 from bombus.errors import BusUnavailable
 
 _ReplyT = TypeVar("_ReplyT", bound=ApiReply)
-RETRY_S = 1.0  # a stream does not answer requests that were sent before it had a leader
-RETRY_S_MAX = 4.0  # used while much other data arrives, since the answer may be queued after it
+RETRY_S = 1.0  # a stream never answers requests that were sent before it had a leader
+RETRY_S_MAX = 4.0  # used while much other data is arriving, since the answer may be queued behind it
 MUCH_BYTES = 256 << 10
 _PAUSE_S = 0.05
 
@@ -52,8 +52,8 @@ class Requests:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_answer)
 
     async def request(self, subject: str, body: bytes = b"", timeout_s: float | None = None) -> ReceivedMessage:
-        """Return the answer to one of the attempts. Raises `BusUnavailable` if none comes within `timeout_s`, and
-        `Refused` if the request is over the server's size limit."""
+        """Send a request, repeatedly if need be, and return its answer. Raises `BusUnavailable` if none comes within
+        `timeout_s`, and `Refused` if the request is over the server's size limit."""
         loop = asyncio.get_running_loop()
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = loop.time() + allowed_s

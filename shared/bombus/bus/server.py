@@ -23,21 +23,21 @@ from bombus.private import private_folder, write_private
 
 HOST = "127.0.0.1"
 USER = "bombus"
-PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # characters valid both in a URL and in a configuration
+PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # characters that are valid both in a URL and in a configuration
 MAX_PENDING_BYTES = 64 << 20
 MEMORY_LIMIT = "512MiB"  # limit above which Go collects garbage more often
 SYNC_S = 1
-SYNC_S_POWER = 120  # the server's default: the syncer does the work earlier
+SYNC_S_POWER = 120  # the server's default, since the syncer has already done the work
 _POLL_S = 0.02
 # A stream that failed to write stays broken until the server is restarted, even when there is room again.
 ROOM_BYTES = 16 << 20  # free space required before a restart: twice the largest message
-AGAIN_S_MAX = 60.0  # the longest pause before a server that has broken again is restarted
+AGAIN_S_MAX = 60.0  # the longest pause before a server that keeps breaking is restarted
 LOG_BYTES_MAX, LOGS_KEPT = 16 << 20, 4
-# What nats-server 2.15 logs when it cannot write, and when it switches JetStream off because of that.
+# What nats-server 2.15 logs when it cannot write, and when it switches JetStream off for that reason.
 _BROKEN = (b"critical write error", b"failed to store a msg", b"disabling jetstream", b"will be disabled")
 
-# This runs in the child before it becomes the server, so that Linux kills it when its parent dies. A preexec_fn could
-# do the same but is unsafe in a process with threads. The check of the parent afterwards closes a race.
+# This runs in the child before it becomes the server, so that Linux kills the server when its parent dies. A preexec_fn
+# could do the same but is unsafe in a process with threads. Checking the parent afterwards closes a race.
 _TRAMPOLINE = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -51,14 +51,14 @@ class EmbeddedServer:
     """A nats-server: call `start`, then use `url`.
 
     Clients need the password in `url`, because every process on this machine can reach the port, even an agent in a
-    sandbox that shares its network. The password is created with the folder and stays the same.
+    sandbox that shares the machine's network. The password is created with the folder and stays the same.
 
     A supervisor calls `wait` and, when that returns, `start` again: the port and the data stay the same. With `port` 0,
     the server takes a free port and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the
-    server takes three quarters of the free disk. All methods block: from asyncio, call them in a thread.
+    server takes three quarters of the free disk space. All methods block: from asyncio, call them in a thread.
 
     With `power`, which needs Linux, clients' acknowledgements wait until this process has synced the server's files, by
-    calling `sync` for each. After a failure, which `sync_failure` explains, nothing is acknowledged any more.
+    calling `sync` for each file. After a failure, which `sync_failure` explains, nothing is acknowledged any more.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class EmbeddedServer:
         self._password = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = threading.Event()
-        self.broken = ""  # what the server logged when it could not write, "" while it can
-        self._restarts = 0  # number of restarts since it last worked for long
+        self.broken = ""  # what the server logged when it could not write, or "" while it can
+        self._restarts = 0  # number of restarts since the server last worked for long
         self._started_s = self._broken_s = 0.0
 
     @property
@@ -105,8 +105,8 @@ class EmbeddedServer:
     def start(self, timeout_s: float = 20.0) -> None:
         """Start the server and return when JetStream answers.
 
-        Raises `BusUnavailable` with the end of the server's log if it does not answer within `timeout_s`. Also raises
-        it if another server is using this folder: two at the same time would corrupt it.
+        Raises `BusUnavailable` with the end of the server's log if JetStream does not answer within `timeout_s`, or if
+        another server is using this folder: two at the same time would corrupt it.
         """
         if self.pid is not None:
             raise RuntimeError("the server is running")
@@ -172,7 +172,7 @@ class EmbeddedServer:
             self.broken = line.decode(errors="replace").strip()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait until the server has exited. Return its exit code, or None if it still runs after `timeout_s`."""
+        """Wait until the server has exited. Return its exit code, or None if it is still running after `timeout_s`."""
         if self._process is None:
             raise RuntimeError("the server was not started")
         if not self._exited.wait(timeout_s):
@@ -180,7 +180,8 @@ class EmbeddedServer:
         return self._process.returncode
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Tell the server to exit, and kill it if that takes over `timeout_s`. Do nothing if it is not running."""
+        """Tell the server to exit, and kill it if that takes longer than `timeout_s`. Do nothing if it is not
+        running."""
         process = self._process
         if process is None:
             return
@@ -278,7 +279,7 @@ jetstream {{
 
 
 class _ServerLog:
-    """The file of a server's log, and its predecessors. Lines that do not fit on a full disk are dropped."""
+    """A server's log file and its predecessors. Lines that do not fit on a full disk are dropped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -342,7 +343,8 @@ def lock_folder(folder: Path) -> IO[bytes]:
 
 
 def find_server() -> Path:
-    """Return the nats-server of this environment, or else the one on PATH. Raises `BusUnavailable` without either."""
+    """Return the nats-server of this environment, or else the one on PATH. Raises `BusUnavailable` if there is
+    neither."""
     beside = Path(sys.executable).parent / "nats-server"
     if os.access(beside, os.X_OK):
         return beside
@@ -356,7 +358,8 @@ def find_server() -> Path:
 
 
 def _password_in(folder: Path) -> str:
-    """Return the password of a folder's server, created if missing. The caller must hold the folder's lock."""
+    """Return the password of a folder's server, creating it if it is missing. The caller must hold the folder's
+    lock."""
     path = folder / "password"
     if not path.exists():
         write_private(path, secrets.token_urlsafe(24))

@@ -19,14 +19,14 @@ from bombus.hive.state import FOLD, Hive
 log = logging.getLogger(__name__)
 
 KEPT = 2  # number of the newest snapshots that are kept: recovery begins at one of them (R12)
-PARTS = 3  # number of parts of the log that each have a snapshot at which a compaction can stop
+PARTS = 3  # number of parts of the log, each with a snapshot at which a compaction can stop
 _PREFIX = "snapshot-"
 _NUMBER = re.compile(r"[0-9]{16}")
 _MAGIC = b"bombus snapshot\n"
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The fold of all events up to `position`, in `hive`, as version `fold` of `evolve` made it.
+    """The fold of all events up to `position`, in `hive`, as computed by version `fold` of `evolve`.
 
     `event_id` is the message id of the event at `position`, and `answered` the inbox sequence that this event answers.
     """
@@ -115,8 +115,8 @@ async def load(bus: Bus, position: int) -> Snapshot:
 async def start_of(bus: Bus, from_first: bool = False) -> Snapshot:
     """Return the state at which to start folding: the newest snapshot that fits this log, or an empty one.
 
-    With `from_first`, it is the state before the first event that is kept. A snapshot from another version of the fold
-    is used only if the log does not reach back to its first event. Raises `LogCorrupted` if the log begins after all
+    With `from_first`, return the state before the first event that is kept. A snapshot from another version of the fold
+    is used only if the log no longer has its very first event. Raises `LogCorrupted` if the log begins after all
     readable snapshots, or `BusUnavailable`.
     """
     begins_at = (await bus.state(bus.subjects.events_stream)).first_seq

@@ -13,7 +13,7 @@ SECRETS_BYTES_MAX = 1 << 20
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, Any]]:
-    """Return the configuration with which each stream is created, in the form that the server's API takes."""
+    """Return the configuration with which each stream is created, in the form that the server's API accepts."""
     own = {secret_stream(subjects): SECRETS_BYTES_MAX, lease_stream(subjects): LEASES_BYTES_MAX}
     sizes = {**own, **_sizes(subjects, NEW_STREAMS), **_sizes(subjects, limits)}
     replicas = limits.replicas or NEW_STREAMS.replicas
@@ -61,7 +61,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, A
 
 
 def changes_of(subjects: Subjects, stream: str, limits: StreamLimits) -> dict[str, int]:
-    """Return the settings of a stream that the operator has given, under their names in the server's API."""
+    """Return the stream settings that the operator has given, under their names in the server's API."""
     found = {"num_replicas": limits.replicas, "max_bytes": _sizes(subjects, limits).get(stream)}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -79,7 +79,7 @@ def limited_streams(subjects: Subjects) -> dict[str, str]:
 
 
 def stream_text(state: StreamState) -> str:
-    """Return a short text with a stream's size, limit and replicas."""
+    """Return a short text that states a stream's size, limit and replicas."""
     limit = f" of {byte_size(state.max_bytes)}" if state.max_bytes > 0 else ""
     late = f", of which {state.late} offline or not caught up" if state.late else ""
     replicas = "1 replica" if state.replicas == 1 else f"{state.replicas} replicas"
@@ -87,7 +87,7 @@ def stream_text(state: StreamState) -> str:
 
 
 def _sizes(subjects: Subjects, limits: StreamLimits) -> Mapping[str, int]:
-    """Return the size of each stream for which `limits` has one."""
+    """Return the size limit of each stream for which `limits` gives one."""
     given = {name: getattr(limits, f"{short}_bytes_max") for short, name in limited_streams(subjects).items()}
     return {name: size for name, size in given.items() if size is not None}
 

@@ -22,13 +22,13 @@ from bombus.bus.syncing import SYNC
 
 logger = logging.getLogger(__name__)
 
-Sync = Callable[[int], None]  # of a file's descriptor, as `os.fsync`
+Sync = Callable[[int], None]  # takes a file descriptor, as `os.fsync` does
 
 FILES_AT_ONCE = 8  # file systems commit concurrent syncs together
 AGAIN_S = 0.05
 CONNECT_S = 5.0
 _READ_BYTES = 256 << 10
-_REQUEST = re.compile(rb"MSG \S+ 1 (\S+) 0")  # of our subscription 1, with the subject for the answer
+_REQUEST = re.compile(rb"MSG \S+ 1 (\S+) 0")  # a message on our subscription 1, with the subject for the answer
 # Constants of <sys/inotify.h>
 _MODIFY, _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x2, 0x40, 0x80, 0x100, 0x200
 _OVERFLOW, _IGNORED, _IS_FOLDER = 0x4000, 0x8000, 0x40000000
@@ -41,9 +41,9 @@ class SyncFailed(Exception):
 
 
 class StoreChanges:
-    """The files and folders below `root` that have changed since they were last taken; at first, all of them.
+    """Tracks the files and folders below `root` that have changed since `take` was last called; at first, all of them.
 
-    Raises `OSError` if they cannot be watched, and `SyncFailed` if that fails later.
+    Raises `OSError` if they cannot be watched, and `SyncFailed` if watching fails later.
     """
 
     def __init__(self, root: Path) -> None:
@@ -54,7 +54,7 @@ class StoreChanges:
         self._root = os.fspath(root)
         self._watched: dict[int, str] = {}
         self._changed: set[str] = set()
-        self.moved = False  # whether something may have been renamed since they were last taken
+        self.moved = False  # whether something may have been renamed since the last `take`
         self._watch(self._root)
 
     def take(self) -> set[str]:
@@ -64,13 +64,13 @@ class StoreChanges:
         return changed
 
     def look(self) -> bool:
-        """Return whether anything has changed that was not taken yet."""
+        """Return whether there are changes that `take` has not returned yet."""
         try:
             while True:
                 self._note_all(os.read(self._inotify, _READ_BYTES))
         except BlockingIOError:
             return bool(self._changed)
-        except OSError as error:  # of what the kernel told, some is not noted
+        except OSError as error:  # some of the changes that the kernel reported were not noted
             raise SyncFailed(str(error)) from error
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class StoreChanges:
             self._changed.add(folder)
             self.moved = self.moved or bool(what & (_MOVED_FROM | _MOVED_TO))
         if what & _IS_FOLDER:
-            if what & (_CREATE | _MOVED_TO):  # one that was moved here has the path under which it is watched now
+            if what & (_CREATE | _MOVED_TO):  # a folder that was moved here is watched under its new path from now on
                 self._watch(path)
         elif not what & (_DELETE | _MOVED_FROM):
             self._changed.add(path)
@@ -131,7 +131,7 @@ class Syncer:
     """Syncs the store of one run of a server, from `start` until the run has `ended`.
 
     After a sync has failed, no request is answered any more: the kernel marks pages that it could not write as clean,
-    so a later sync would succeed without them. `failure` then says what happened.
+    so a later sync would succeed without writing them. `failure` then says what happened.
     """
 
     def __init__(self, store: Path, url: str, ended: threading.Event, sync: Sync = os.fsync) -> None:
@@ -169,7 +169,8 @@ class Syncer:
             self._changes.close()
 
     def _parents(self) -> set[str]:
-        """Return the folders above the store, whose entries on the way to it may be new: those of its file system."""
+        """Return the folders above the store that are on its file system: their entries on the path to the store may be
+        new."""
         device = self._store.stat().st_dev
         return {
             os.fspath(folder)
@@ -194,7 +195,8 @@ class Syncer:
                 replies = [request[1] for request in map(_REQUEST.fullmatch, lines) if request is not None]
                 if replies:
                     self._sync_all(self._changes.take(), pool)
-                    # What was renamed during the sync was not found, or has a name that is not on the disk yet.
+                    # Files that were renamed during the sync were not found, or have names that are not on the disk
+                    # yet.
                     while self._changes.look() and self._changes.moved:
                         self._sync_all(self._changes.take(), pool)
                     connection.sendall(b"".join(b"PUB %s 0\r\n\r\n" % reply for reply in replies))
@@ -209,7 +211,8 @@ class Syncer:
             sync.result()
 
     def _sync_one(self, path: str) -> None:
-        """Sync a file or a folder, unless it is gone: then its folder has changed too. Raises `SyncFailed`."""
+        """Sync a file or a folder. Skip it if it is gone: then its parent folder has changed too. Raises
+        `SyncFailed`."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

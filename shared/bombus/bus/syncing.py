@@ -1,8 +1,8 @@
 """Waits until what a server has stored would survive a power cut, with `--durability power`.
 
-nats-server acknowledges what it has written to the page cache. With `--durability power`, the process that runs it
-syncs its files on request (`bombus.bus.syncer`). The server's name, which each client gets when it connects, tells
-clients to wait for that. All that wait on one connection share a request.
+nats-server acknowledges what it has written to the page cache. With `--durability power`, the process that runs the
+server syncs its files on request (`bombus.bus.syncer`). The server's name, which each client gets when it connects,
+tells clients to wait for these syncs. All callers that wait on one connection share a request.
 """
 
 import asyncio
@@ -25,14 +25,15 @@ SyncNotice = Callable[[BombusError | None], None]
 class Syncing:
     """The syncs that one connection waits for. Its owner calls `connection_lost`.
 
-    A sync covers nothing that was stored over an earlier connection: the server may have lost that in a power cut.
+    A sync covers nothing that was stored over an earlier connection: the server may have lost those messages in a power
+    cut.
     """
 
     def __init__(self, client: Any, requests: Requests) -> None:
         self._client = client
         self._requests = requests
         self._waiting: list[SyncNotice] = []
-        self._shared: list[SyncNotice] = []  # those that the request in flight serves
+        self._shared: list[SyncNotice] = []  # the notices to call after the request in flight
         self._flight: asyncio.Task[None] | None = None
 
     @property
@@ -41,7 +42,8 @@ class Syncing:
         return str(self._client._server_info.get("server_name", "")).startswith(POWER_NAME)
 
     async def wait(self) -> None:
-        """Return once everything stored before this call would survive a power cut; immediately if not `needed`.
+        """Return once everything stored before this call would survive a power cut, or immediately if no sync is
+        `needed`.
 
         Raises `BusUnavailable` if the connection breaks: what was stored may be gone.
         """
@@ -70,7 +72,7 @@ class Syncing:
             self._flight = asyncio.create_task(self._fly())
 
     def connection_lost(self) -> None:
-        """Tell all that wait that no sync will cover what they stored."""
+        """Tell all waiting callers that no sync will cover what they stored."""
         if self._flight is not None:
             self._flight.cancel()
             self._flight = None

@@ -21,7 +21,8 @@ class Window:
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def try_acquire(self, size: int) -> bool:
-        """Take room for a message of `size` bytes if there is some and no other sender is waiting for it."""
+        """Take room for a message of `size` bytes if there is enough and no other sender is waiting. Return whether it
+        was taken."""
         if self._queue or not self._fits(size):
             return False
         self.messages += 1
@@ -42,7 +43,7 @@ class Window:
             async with asyncio.timeout(timeout_s):
                 await turn
         except BaseException as error:
-            if turn.done() and not turn.cancelled():  # our turn came just as we gave up
+            if turn.done() and not turn.cancelled():  # our turn came just as we gave up waiting
                 self.release(size)
             else:
                 turn.cancel()

@@ -22,13 +22,14 @@ NOT_A_CLUSTER = 10074  # a single server was asked for several replicas
 STREAM_FULL = 10077
 TOO_LITTLE_STORAGE = 10047
 MESSAGE_TOO_LARGE = 10054
-IN_PROCESS = 10158  # a replicated stream has received the same message id, but has no majority for it yet
-# A wrong last sequence (10164 with three replicas), and a batch that is partly stored already.
+IN_PROCESS = 10158  # a replicated stream has received this message id before, but has no majority for it yet
+# The codes for a wrong last sequence (10164 with three replicas), and for a batch that is partly stored already.
 WRONG_SEQUENCE = frozenset({10071, 10164, 10201})
 
 
 class WrongSequence(BombusError):
-    """The stream does not end at the expected position: another writer appended to it, or this was written earlier."""
+    """The stream does not end at the expected position: another writer appended to it, or the message was stored
+    earlier."""
 
 
 class AckLost(BusUnavailable):
@@ -44,7 +45,8 @@ class NotNow(BusUnavailable):
 
 
 class ServerRefused(BombusError):
-    """The server understood and declined, for a reason that a retry does not change. Most likely a bug in bombus."""
+    """The server understood the request and declined it, for a reason that a retry does not change. Most likely a bug
+    in bombus."""
 
     def __init__(self, what: str, code: int, err_code: int, description: str) -> None:
         super().__init__(f"{what}: {description} ({code}, {err_code})")
@@ -81,7 +83,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def written_ns(self) -> int:
-        """Return when this event was written; for an imported event, when its original hive stored it."""
+        """Return when this event was written or, for an imported event, when its original hive stored it."""
         return int(self.headers.get(TIME, self.time_ns))
 
     @property
@@ -98,7 +100,7 @@ class PubAck(msgspec.Struct, frozen=True, gc=False):
 
 
 class StreamState(msgspec.Struct, frozen=True):
-    """The bounds and size of a stream. `first_seq` is last_seq + 1 when it is empty."""
+    """The bounds and size of a stream. When the stream is empty, `first_seq` is `last_seq` + 1."""
 
     first_seq: int
     last_seq: int
@@ -115,7 +117,8 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class EpochFence(msgspec.Struct, frozen=True):
-    """The position of an epoch's `epoch.opened`, 0 if there is none. An append requires that it is the newest one."""
+    """The position of an epoch's `epoch.opened`, or 0 if there is none. An append requires that this `epoch.opened` is
+    the newest one."""
 
     epoch: int
     opened: int
@@ -132,13 +135,13 @@ class ReceivedMessage(Protocol):
 
 
 class ApiReply(Protocol):
-    """The part that all answers of JetStream's API share."""
+    """The part that all of JetStream's API answers share."""
 
     @property
     def error(self) -> "ApiError | None": ...
 
 
-# ---- JSON answers of the server ------------------------------------------------------------------------------
+# ---- the server's JSON answers -------------------------------------------------------------------------------
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -154,7 +157,7 @@ class _Ack(msgspec.Struct, frozen=True, gc=False):
 
 
 class _RawMessage(msgspec.Struct, frozen=True):
-    """A message in JSON. `data` and `hdrs` are base64 on the wire, which msgspec decodes."""
+    """A message in JSON. On the wire, `data` and `hdrs` are base64, which msgspec decodes."""
 
     subject: str
     seq: int
@@ -257,7 +260,7 @@ def _limit_flag(subject: str) -> str:
 
 
 def error_of(error: ApiError, what: str) -> BombusError:
-    """Return the bombus error for an error of the server."""
+    """Return the bombus error that corresponds to a server error."""
     if error.err_code in WRONG_SEQUENCE:
         return WrongSequence(f"{what}: {error.description}")
     if error.err_code == STREAM_FULL:
@@ -298,7 +301,8 @@ def stored_from_get(raw: _RawMessage) -> Stored:
 
 
 def stored_from_direct(message: ReceivedMessage) -> Stored:
-    """Decode an answer to DIRECT.GET, which any replica may give. The server's headers are among the message's own."""
+    """Decode an answer to DIRECT.GET, which any replica may give. The server mixes its own headers with the
+    message's."""
     headers = message.headers or {}
     return Stored(
         int(headers["Nats-Sequence"]),
@@ -346,7 +350,7 @@ class LazyHeaders(Mapping[str, str]):
 
 
 def parse_time_ns(text: str) -> int:
-    """Return an RFC 3339 time in UTC, with up to nine decimals of a second, as nanoseconds since the epoch."""
+    """Return an RFC 3339 time in UTC, with up to nine decimals in its seconds, as nanoseconds since the epoch."""
     moment, _, fraction = text.removesuffix("Z").partition(".")
     seconds = int(datetime.fromisoformat(moment + "+00:00").timestamp())
     return seconds * 1_000_000_000 + int((fraction or "0").ljust(9, "0")[:9])

@@ -1,4 +1,4 @@
-"""`bombus audit`: account for every sampled token of a hive's log."""
+"""`bombus audit`: account for every sampled token on a hive's log."""
 
 import argparse
 
@@ -19,7 +19,9 @@ SHOWN = 10  # the most differences that are printed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("--json", action="store_true", help="print everything as JSON: also by run, client and version")
+    parser.add_argument(
+        "--json", action="store_true", help="print everything as JSON, with totals by run, client and version"
+    )
     add_source_arguments(parser)
 
 

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def run(what: str, arguments: argparse.Namespace, act: Act) -> int:
-    """Run a command and return its exit code. Raises `Refused` if the hive has no such engine or declines it."""
+    """Run a command and return its exit code. Raises `Refused` if the hive has no such engine or declines the
+    command."""
     try:
         say(asyncio.run(_run(what, arguments, act)))
     except Refused:

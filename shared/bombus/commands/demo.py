@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a game is trained: the folder, the demo, and the URL of the hive, or "" if the demo starts one."""
+    """Where a game is trained: the folder, the demo, and the URL of the hive, or "" if the demo starts its own hive."""
 
     folder: Path
     demo: DemoOf
@@ -131,8 +131,8 @@ def _tiny(place: _Place, turns: int, minutes: float) -> int:
     seed = place.demo.seed
     began = BEGAN if turns == 1 else time.monotonic()
     game = Letters(turns)
-    # The game of two turns needs small updates and a higher temperature: otherwise some pairs of letters settle on the
-    # wrong one, all their rewards are equal, and there is nothing left to learn from.
+    # The game of two turns needs small updates and a higher temperature: otherwise the model settles on the wrong
+    # letter for some pairs, all their rewards are equal, and there is nothing left to learn from.
     rate, updates, temperature = (3e-3, 1, 1.0) if turns == 1 else (5e-4, 4, 1.4)
     goal = TINY_THRESHOLDS[-1]
     plan = TrainingPlan(
@@ -173,7 +173,7 @@ def _threshold_line(curve: Curve, threshold: float) -> str:
 
 
 def needle_job(model: str, plan: TrainingPlan, experiment: str) -> Job:
-    """Return a job that trains LoRA adapters of any instruct model. `model` is a name or a folder."""
+    """Return a job that trains LoRA adapters for any instruct model. `model` is a name or a folder."""
     return Job(
         model=model,
         experiment_name=experiment,
@@ -226,7 +226,7 @@ def _main(place: _Place, model: str, minutes: float) -> int:
 @dataclass(frozen=True)
 class _Demo:
     """One hive and the training in it. `began` is when the command started, on the monotonic clock; `threads` is the
-    number of CPU threads that torch uses, 0 for one per core."""
+    number of CPU threads that torch uses, or 0 for one per core."""
 
     place: _Place
     game: Game
@@ -256,7 +256,7 @@ class _Demo:
             display.show("starting the hive")
             async with self._hive() as url, AsyncSwarmClient(url) as client:
                 display.show("loading the model")
-                # An abandoned run has open episodes that nobody plays. The new run begins where that one stopped.
+                # An interrupted run has open episodes that nobody plays. The new run begins where that one stopped.
                 await client.auto_sync_train_config_and_start_engine(self.job, force_restart=earlier is not None)
                 player = Player(client, self.game)
                 training = Training(player, self.plan, Keeper(folder, curve, display), self.began)

@@ -15,7 +15,7 @@ from bombus.config.placement import check_placement
 from bombus.errors import Code, Refused
 from bombus.terminal import complain
 
-DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # used for an engine that no file describes
+DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # used for an engine that is not described in a file
 
 # The options that are up to the operator of a trainer's machine.
 TRAINER_FLAGS: Overrides = {
@@ -114,7 +114,7 @@ def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[T
 
 
 def put_over(part: Tree, flags: Tree) -> Tree:
-    """Return the part of a trainer or replica with the flags applied. A device other than a GPU removes the GPU
+    """Return a trainer's or replica's part with the flags applied. A device other than a GPU removes the GPU
     numbers."""
     kept = {key: value for key, value in part.items() if key != "devices" or flags.get("device", "cuda") == "cuda"}
     return {**kept, **flags}
@@ -128,7 +128,8 @@ def tell_ignored(jobs: Jobs) -> None:
 
 
 def check_counts(arguments: argparse.Namespace, most: Mapping[str, int]) -> None:
-    """Raise `Refused(BAD_CONFIG)` for a typed count that is not between 1 and its limit in `most`, by attribute."""
+    """Raise `Refused(BAD_CONFIG)` for a typed count that is not between 1 and its limit; `most` maps attributes to
+    limits."""
     for name, limit in most.items():
         if getattr(arguments, name) is not None:
             check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), 1, limit)

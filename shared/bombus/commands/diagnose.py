@@ -98,7 +98,7 @@ class FoundRuns:
             self._series[series.engine] = series
 
     def chosen(self, title: str) -> RunSeries:
-        """Return the one run that was found. Raises `NotOnLog` if there are none or several."""
+        """Return the run that was found. Raises `NotOnLog` if none or several were found."""
         if len(self._series) == 1:
             return next(iter(self._series.values()))
         if self._series:
@@ -116,7 +116,7 @@ async def read_answers(source: Source, series: RunSeries) -> None:
     for figures in series.steps[-ANSWERS_READ:]:
         try:
             records = await source.records([call for _, _, call in figures.sampled])
-        except LogCorrupted:  # they were purged, or are not in this archive
+        except LogCorrupted:  # the calls were purged, or are not in this archive
             continue
         answers = [
             SampledAnswer(task, reward, unpack_tokens(record.prompt_tail), record.choices[0].token_ids())

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """A version that the log has, with its files on this machine."""
+    """A version that is on the log, with its files on this machine."""
 
     hive: str
     run: LoggedRun
@@ -112,7 +112,7 @@ def _tell(found: _Found, exported: ExportedFiles, out: Path) -> None:
 
 
 class CopyReport:
-    """Reports progress every few seconds while a copy takes that long."""
+    """Reports progress every few seconds during a copy that takes that long."""
 
     def __init__(self, every_s: float = PROGRESS_S) -> None:
         self._every_s = every_s

@@ -1,4 +1,4 @@
-"""`bombus install`: makes a separate environment for vLLM or verl, which cannot share bombus's own."""
+"""`bombus install`: creates a separate environment for vLLM or verl, which cannot share bombus's own."""
 
 import argparse
 import shlex

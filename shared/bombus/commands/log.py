@@ -138,7 +138,7 @@ async def _import(path: Path, data: Path, limits: StreamLimits) -> None:
 
 
 class _Progress:
-    """Reports progress every few seconds while a log takes that long."""
+    """Reports progress every few seconds while processing a log takes that long."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + PROGRESS_S

@@ -1,5 +1,5 @@
-"""`bombus replay`: the debugger. Each subcommand is defined next to what it shows, and is imported only when it
-runs."""
+"""`bombus replay`: the debugger. Each subcommand is defined next to the code for what it shows, and is imported only
+when it runs."""
 
 import argparse
 

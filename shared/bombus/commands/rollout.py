@@ -100,7 +100,8 @@ async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
 
 
 async def _repeat(plan: RolloutPlan, client: AsyncSwarmClient) -> int:
-    """Return how many episodes each task gets. Print a warning if that, or the number of tasks, does not fit the job.
+    """Return how many episodes each task gets. Print a warning if that number, or the number of tasks, does not fit the
+    job.
 
     Raises `Refused` if the given number of steps would never be reached.
     """

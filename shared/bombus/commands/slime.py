@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _allow_files() -> None:
-    """Raise this process's limit of open files, often 1,024, to the hard limit: beyond it, samples wait silently."""
+    """Raise this process's limit on open files, often 1,024, to the hard limit: samples beyond it would wait
+    silently."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -92,7 +93,7 @@ async def play(options: SlimeOptions) -> int:
 
 
 async def _search(options: SlimeOptions) -> LocalServer | None:
-    """Start serving the documents that hook files search, if a port is given."""
+    """If a port is given, start serving the documents that hook files search."""
     if options.search_port is None:
         return None
     documents = read_documents(options.search_documents) if options.search_documents else bundled_documents()

@@ -19,7 +19,7 @@ from bombus.hive.status.data import status_dict
 from bombus.hive.status.text import render_status
 from bombus.terminal import complain, say, say_json
 
-ASK_S = 2.0  # time that a trainer has to report what it is doing
+ASK_S = 2.0  # time that a trainer has to report its current activity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

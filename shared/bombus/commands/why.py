@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Moment(msgspec.Struct):
-    """A hive after event `seq` of its log. `led_ns` is when a leader was last at work, 0 if unknown."""
+    """A hive after event `seq` of its log. `led_ns` is when a leader was last at work, or 0 if unknown."""
 
     hive: Hive
     seq: int
@@ -106,7 +106,7 @@ async def moment_of(source: Source, text: str) -> _Moment:
 
 
 async def _fold_until(source: Source, at: _Moment, text: str, newest_ns: int) -> None:
-    """Fold a log up to a time. The events that follow tell whether there was a leader then."""
+    """Fold a log up to a time. The events after that time show whether there was a leader then."""
     until_ns = next_ns = 0
     async with aclosing(source.events(at.seq)) as entries:
         async for entry in entries:

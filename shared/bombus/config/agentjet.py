@@ -1,4 +1,4 @@
-"""Reads AgentJet's keys below `ajet:`, and verl's own next to them: what each one means here, and which are refused.
+"""Reads AgentJet's keys below `ajet:`, and verl's own next to them: what each key means here, and which are refused.
 
 A key that affects training is applied or refused; any other key is listed as having no effect.
 """
@@ -123,7 +123,7 @@ LIMITED: dict[str, Only] = {
         )
     },
 }
-# Any other key with one of these prefixes affects training and is refused, except for those in HARMLESS.
+# Any other key with one of these prefixes affects training and is refused, except for the keys in HARMLESS.
 DECIDES = (
     "ajet.lora.",
     "ajet.model.",
@@ -184,7 +184,8 @@ def has_keys(tree: Mapping[str, object]) -> bool:
 
 
 def read(tree: Mapping[str, object]) -> tuple[Tree, dict[str, str], list[str]]:
-    """Read a document's keys. Return our groups, the document's key for each of our paths, and the keys without effect.
+    """Read a document's keys. Return the settings in our groups, the document's key for each of our paths, and the keys
+    without effect.
 
     Raises `Refused(BAD_CONFIG)` with the name of the key.
     """
@@ -192,7 +193,7 @@ def read(tree: Mapping[str, object]) -> tuple[Tree, dict[str, str], list[str]]:
     names: dict[str, str] = {}
     ignored: list[str] = []
     agentjets = "ajet" in tree
-    kl_is_on = agentjets  # on by default in AgentJet, off in verl
+    kl_is_on = agentjets  # on by default in AgentJet, off by default in verl
     for path, value in _leaves({top: tree[top] for top in _TOPS if top in tree} if has_keys(tree) else {}):
         target = KEYS.get(path)
         if path in KL_SWITCHES:

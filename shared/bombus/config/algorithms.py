@@ -67,7 +67,7 @@ class KlEstimator(StrEnum):
 
     @property
     def importance_weighted(self) -> bool:
-        """Whether tokens are weighted by current / old, so that the estimate is of the policy in training."""
+        """Whether tokens are weighted by current / old, so that the estimate is for the policy in training."""
         match self:
             case KlEstimator.K3_UNBIASED:
                 return True

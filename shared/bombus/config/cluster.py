@@ -41,8 +41,7 @@ class EnginePart(Part):
 class Cluster(Part):
     """A whole deployment. `nats` is the URL of an external NATS server or cluster; if it is empty, bombus starts its
     own. `data_dir` is relative to the working directory. What was acknowledged survives the end of any process
-    (`durability: process`), or a power cut too (`power`): then it is synced to the disk first.
-    """
+    (`durability: process`), or a power cut too (`power`): then data is synced to the disk before it is acknowledged."""
 
     hive: str = Field(default="main", description="a name of lower-case letters, digits and dashes")
     nats: str = Field(default="", max_length=4096)
@@ -120,7 +119,7 @@ def parse_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]
 def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = lambda place: "") -> Cluster:
     """Return the cluster in a document. Raises `Refused(BAD_CONFIG)`.
 
-    `flag_of` returns the flag that set the value at a place such as `gateway.port`, or "".
+    `flag_of` returns the flag that set the value at a place such as `gateway.port`, or "" if no flag did.
     """
     try:
         return Cluster.model_validate_json(json.dumps(_with_backends(tree)))
@@ -159,8 +158,8 @@ def _with_backend(part: Any, place: str) -> Any:
 
 
 def reconcile(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = _ONE_MACHINE) -> tuple[Cluster, Jobs]:
-    """Make trainers and their jobs agree on backend and processes: a setting that only one gives also applies to the
-    other.
+    """Make trainers and their jobs agree on backend and processes: a setting that only one of the two gives also
+    applies to the other.
 
     `machines` maps an engine to the number of machines that its trainer runs on, if that is not 1. The trainer's part
     then describes each machine, and its job's `processes` counts the processes on all of them. Raises
@@ -233,7 +232,7 @@ def _sentence(error: ValidationError, flag_of: Callable[[str], str]) -> str:
 
 
 def _at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[Part] | None]:
-    """Return the dotted name of a location and its field or, for an unknown key, the model that does not have it."""
+    """Return the dotted name of a location and its field or, for an unknown key, the model that lacks the key."""
     names: list[str] = []
     model: type[Part] | None = Cluster
     found: FieldInfo | None = None
@@ -259,7 +258,7 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def part_of(kind: Any) -> type[Part] | None:
-    """Return the model X in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`, or None if there is none."""
+    """Return the model X in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`, or None for any other type."""
     if isinstance(kind, type) and issubclass(kind, Part):
         return kind
     if get_origin(kind) in (tuple, dict, Union, UnionType):

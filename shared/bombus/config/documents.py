@@ -83,7 +83,7 @@ def _flat_keys(tree: Mapping[str, Any]) -> Tree:
 
 
 def _check_model_is_named(flat: Mapping[str, object], own: object) -> None:
-    """Raise `Refused` if there are flat keys but no model: xorl has no default model."""
+    """Raise `Refused` if there are flat keys but no model is named: xorl has no default model."""
     named = isinstance(own, Mapping) and isinstance(own.get("model"), Mapping) and "path" in own["model"]
     if flat and "model.path" not in flat and not named:
         raise bad_config("model_path is missing: it names the model to train")
@@ -104,14 +104,15 @@ def read_document(text: str, name: str = "the job") -> Tree:
 
     YAML with anchors, aliases or merge keys is refused (see `plain_yaml`).
 
-    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both refer to the document as `name`.
+    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` if the text is longer than `JOB_BYTES_MAX`; both refer to the
+    document as `name`.
     """
     if len(text) > JOB_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters exceed the limit of {JOB_BYTES_MAX}")
     try:
         tree = _plain(_json_or_yaml(text, name), name, "")
         json.dumps(tree, ensure_ascii=False).encode()  # raises for lone surrogates
-    except (ValueError, OverflowError, RecursionError) as error:  # an impossible date, or brackets nested too deep
+    except (ValueError, OverflowError, RecursionError) as error:  # an impossible date, or brackets nested too deeply
         raise bad_config(f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
         raise bad_config(
@@ -172,7 +173,7 @@ def _json_or_yaml(text: str, name: str) -> object:
 
 
 def _syntax_error(text: str, name: str, error: Exception) -> str:
-    """Return where and why a text is not valid YAML, in one line; PyYAML's own message may take eight."""
+    """Return where and why a text is not valid YAML, on one line; PyYAML's own message may take eight."""
     mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None:  # a character that YAML does not allow
         before = text[: getattr(error, "position", 0)]
@@ -210,9 +211,9 @@ def _derive_lengths(rollout: Tree) -> None:
 
 
 def derive_lengths(given: Mapping[str, int], base: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return all four lengths: those `given` unchanged, the others from `base` (or the defaults) as far as they fit.
+    """Return all four lengths: those `given` unchanged, the others from `base` (or the defaults), adjusted to fit.
 
-    Lengths that do not fit together are returned as they are; validation of the configuration refuses them.
+    Lengths that do not fit together are returned as they are, and refused when the configuration is validated.
     """
     base = base or {name: RolloutConfig.model_fields[name].default for name in LENGTHS}
     turn = given.get("max_response_length_in_one_turn")
@@ -240,7 +241,7 @@ _PLAIN_KEY = re.compile(r"^(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-
 
 
 def to_yaml(tree: Mapping[str, Any], indent: int = 0) -> str:
-    """Write nested mappings of scalars and short lists as YAML, without a library."""
+    """Return nested mappings of scalars and short lists as YAML text, without using a library."""
     lines = []
     for key, value in tree.items():
         head = " " * indent + (key if _PLAIN_KEY.match(key) else _scalar(key)) + ":"

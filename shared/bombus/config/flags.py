@@ -51,7 +51,7 @@ class Flag:
     declared_elsewhere: bool = False
 
     def over(self, other: "Flag") -> "Flag":
-        """Return this flag, with its empty parts taken from `other`."""
+        """Return this flag, with its empty attributes taken from `other`."""
         return replace(other, **{name: said for name, said in vars(self).items() if said})
 
 
@@ -132,7 +132,7 @@ def settings_from(
 ) -> Settings:
     """Create settings from parsed arguments. Raises `Refused(BAD_CONFIG)` with a sentence for each problem.
 
-    `given` has values by dotted path, for fields without a flag or to override typed values. For `flags` see
+    `given` maps dotted paths to values, for fields that have no flag or to override typed values. For `flags`, see
     `made_of_flags`.
     """
     tree: dict[str, Any] = {}
@@ -220,8 +220,8 @@ def typed_flags(settings: BaseModel, *names: str) -> list[str]:
 def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Mapping[str, str] = {}) -> Settings:
     """Create settings from typed values. Raises `Refused(BAD_CONFIG)` with a sentence for each problem.
 
-    The sentences refer to a field by its flag. `flags` replaces the flag of a field, by dotted path; the empty path
-    gives the flag to name if several fields do not fit together.
+    The sentences refer to a field by its flag. `flags` maps dotted paths to flags that replace the fields' own; the
+    flag for the empty path is the one to name if several fields do not fit together.
     """
     try:
         return model.model_validate(given)

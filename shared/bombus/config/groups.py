@@ -74,7 +74,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# Our name of a setting, and the names that other projects use for it (peft, transformers, TRL, verl, OpenAI).
+# Our name for a setting, and the names that other projects use for it (peft, transformers, TRL, verl, OpenAI).
 MEANT: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate", "learningrate", "step_size", "actor_lr"),
     "lora_rank": ("lora_r", "r", "rank", "lora_dim"),
@@ -108,7 +108,7 @@ MEANT: dict[str, tuple[str, ...]] = {
 
 
 def nearest(name: str, paths: Iterable[str]) -> str | None:
-    """Return the setting among `paths` that an unknown name most likely means, by `MEANT` or else by spelling.
+    """Return the setting among `paths` that an unknown name most likely means, by `MEANT` or else by spelling, or None.
 
     If several settings match by `MEANT`, return the one with the most similar spelling.
     """

@@ -22,7 +22,7 @@ METHODS = frozenset(method.value for method in Method)
 IGNORED_MAX = 200  # the most keys without effect that a job records
 LIST_MAX = 64
 PARSED_MAX = 64  # the most jobs from the log that a process keeps in parsed form
-NO_CHAT_TEMPLATE = "none"  # the value of model.chat_template that stands for no template
+NO_CHAT_TEMPLATE = "none"  # the value of model.chat_template that means no template
 MAPPINGS = ("model.chat_template_kwargs",)  # the fields that accept a mapping of scalars
 
 
@@ -42,14 +42,14 @@ class ModelConfig(ConfigGroup):
     """The model of a run. `path` is `tiny`, `smollm2`, a folder, or a name on the hub. `tokenizer` has the same form,
     and is needed only if the model's folder has none.
 
-    The folder of a LoRA run (an export, another peft adapter, a version that a trainer has published, or the run's
-    folder of versions) means its base with the adapter merged into it, in the base's precision unless `dtype` is
-    `float32`.
+    If `path` is the folder of a LoRA run (an export, another peft adapter, a version that a trainer has published, or
+    the run's folder of versions), the model is the run's base with the adapter merged into it, in the base's precision
+    unless `dtype` is `float32`.
 
     `seed` is the seed of fresh weights and of sampling. `chat_template` replaces the model's own template. It is the
     text of a template, or a file on the trainer's machine; `none` is for jobs that use only plain completions.
 
-    `chat_template_kwargs` are variables of the template, such as `enable_thinking`. Requests may add or override
+    `chat_template_kwargs` are variables for the template, such as `enable_thinking`. Requests may add or override
     variables if `rollout.allow_chat_template_kwargs` is set. `tools` is for models whose template does not render
     tools: `hermes` describes them in the text of messages.
     """
@@ -76,27 +76,27 @@ class ModelConfig(ConfigGroup):
 class RolloutConfig(ConfigGroup):
     """How episodes are sampled. Lengths are in tokens. `temperature` is the default for calls that do not give one.
 
-    `max_response_length` limits all answers of one conversation together, `max_response_length_in_one_turn` each
+    `max_response_length` limits all answers in one conversation together, `max_response_length_in_one_turn` each
     answer. `max_prompt_length` limits the prompt before the first answer, `max_model_len` prompt and answers together.
 
-    `history` matters if the model's chat template drops part of what was sampled, such as the reasoning of earlier
-    turns: with `template` the next call begins a new training sequence, with `keep` all of it stays in one sequence.
+    `history` matters if the model's chat template drops part of what was sampled, such as the reasoning in earlier
+    turns: with `template` the next call begins a new training sequence, with `keep` everything stays in one sequence.
 
     `sampling` says what happens to parameters that would bias the gradient of a training episode (temperature 0, top_p,
     top_k, min_p, penalties, logit_bias): they are overridden by the job's values, refused, or obeyed anyway.
-    `unsupported` says what happens to request fields that are not supported here, such as a tool of the server or an
+    `unsupported` says what happens to request fields that are not supported here, such as a server-side tool or an
     image: they are left out, or refused. `relax_parameters` leaves them out too, but refuses a part of a training
     episode's conversation, such as an image, which the model would not see. The response header `x-bombus-overridden`
     names what was overridden or left out.
 
-    A forced tool call and a response format (JSON, or JSON of a schema) are obeyed in evaluation episodes if one of the
-    engine's replicas supports structured output, as vLLM's do. Otherwise they are unsupported. In training episodes
-    they are unsupported as well, unless `sampling` is `obey`: then the constraints are enforced, and the answers are
-    not trained on.
+    A forced tool call and a response format (JSON, or JSON that follows a schema) are obeyed in evaluation episodes if
+    one of the engine's replicas supports structured output, as vLLM's do. Otherwise they are unsupported. In training
+    episodes they are unsupported as well, unless `sampling` is `obey`: then the constraints are enforced, and the
+    answers are not trained on.
 
-    `auxiliary_calls` says what happens to calls that a harness makes for itself with the key of an episode, such as a
-    title for the session or a summary when its context is full: with `mask` they are recorded but not trained on, with
-    `train` they are treated like all other calls.
+    `auxiliary_calls` says what happens to calls that a harness makes for itself with an episode's key, such as for a
+    title for the session or for a summary when its context is full: with `mask` they are recorded but not trained on,
+    with `train` they are treated like all other calls.
 
     `allow_chat_template_kwargs` lets requests pass variables to the chat template: see docs/templates.md.
     """
@@ -145,12 +145,13 @@ class CollectionConfig(ConfigGroup):
 
     With `max_staleness` above 0, episodes continue while a step is computed (docs/asynchronous.md). With the methods in
     which clients agree to end a batch, syncing weights takes at least `agreed_sync_s`: a swarm client that has agreed
-    polls for that phase every 5 s, and would wait forever if it missed it. `client_silence_s` is for clients that send
-    heartbeats, as bombus's own do: if the heartbeats stop for that long, for example because the process was killed,
-    the client's episodes are aborted. A program stopped in a debugger is silent too. Calls of the newest `replay_steps`
-    steps are kept for replay, or fewer if the stream of calls is more than half full. With `rollout_groups` the job
-    trains on groups that Atropos environments have scored. With `episode_groups` its episodes become rollout groups
-    too: for its own trainer if `rollout_groups` is also set, otherwise for an outside trainer (docs/atropos.md).
+    polls for the syncing phase every 5 s, and would wait forever if it missed that phase. `client_silence_s` is for
+    clients that send heartbeats, as bombus's own do: if the heartbeats stop for that long, for example because the
+    process was killed, the client's episodes are aborted. A program stopped in a debugger is silent too. The calls in
+    the newest `replay_steps` steps are kept for replay, or in fewer steps if the stream of calls is more than half
+    full. With `rollout_groups` the job trains on groups that Atropos environments have scored. With `episode_groups`
+    the job's episodes become rollout groups too: for its own trainer if `rollout_groups` is also set, otherwise for an
+    outside trainer (docs/atropos.md).
     """
 
     method: CollectionMethod = Method.ENOUGH_TASKS
@@ -246,7 +247,7 @@ class RunConfig(ConfigGroup):
         )
 
     def to_command(self, command: str, engine: str) -> Configure:
-        """Return the command, with this id, that gives an engine this job."""
+        """Return the command that gives an engine this job. `command` is the command's id."""
         return Configure(
             id=command,
             engine=engine,
@@ -269,7 +270,8 @@ class RunConfig(ConfigGroup):
         """Parse the result of `to_json`, even from an earlier version. Raises `Refused(BAD_CONFIG)`.
 
         A process parses each text only once, so the job may be read from its event whenever it is needed. The fold
-        keeps only the text, and what it needs itself as `Collection`: it must not depend on how a release parses a job.
+        keeps only the text, and a `Collection` with what the fold itself needs: it must not depend on how a release
+        parses a job.
         """
         return _parsed(text)
 
@@ -333,7 +335,7 @@ def _check_plain(name: str, value: object) -> None:
 
 
 def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
-    # If a field is wrong, the defaults that depend on it are not further mistakes.
+    # If a field is wrong, the defaults that depend on that field are not further mistakes.
     found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
     sentences = []
     for problem in found[:3]:

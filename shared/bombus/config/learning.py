@@ -1,4 +1,4 @@
-"""Checks, before any episode is played, for settings that are valid one by one but together learn nothing."""
+"""Checks, before any episode is played, for settings that are individually valid but together learn nothing."""
 
 from bombus.config.algorithms import Correction, Estimator, named
 from bombus.config.job import RunConfig
@@ -10,7 +10,8 @@ MASKS = (Correction.ICEPOP, Correction.TOKEN_MASK, Correction.SEQUENCE_MASK)
 def why_nothing_is_learnt(job: RunConfig) -> tuple[str, str]:
     """Return the path of a setting with which this job learns nothing, and a sentence with the reason and the remedy.
 
-    Returns ("", "") if there is none. If batches consist of rollout groups, settings of episodes are not checked.
+    Returns ("", "") if there is no such setting. If batches consist of rollout groups, episode settings are not
+    checked.
     """
     trainer, rollout = job.trainer, job.rollout
     if trainer.correction in MASKS and trainer.tis_clip > 0.0 and not trainer.tis_clip_low <= 1.0 <= trainer.tis_clip:

@@ -92,14 +92,15 @@ class GatewayOptions(BaseModel):
 
 
 class GatewayPart(GatewayOptions, Part):
-    """Where clients connect. `count` processes share the port; 0: the gateway runs on another machine. `port` 0 means
-    any free port, which `bombus up` prints.
+    """Where clients connect. `count` processes share the port; with 0, the gateway runs on another machine. `port` 0
+    means any free port, which `bombus up` prints.
 
     A gateway without a client key answers requests for localhost, for its own address, and for `host_names`. Training
     clients may have their own inference servers, which get their weights, on `inference_hosts`. `bases` maps the names
-    by which [training clients](training.md) ask for bases to models, given as in `model.path` of a job. `models_max` is
-    how many models of training clients an engine may have at the same time. With `record_samples`, what training
-    clients sample is in the log, as the calls of episodes are, and `bombus audit` accounts for it.
+    by which [training clients](training.md) ask for base models to the models themselves, given as in a job's
+    `model.path`. `models_max` is how many training clients' models an engine may have at the same time. With
+    `record_samples`, what training clients sample is recorded on the log, as episodes' calls are, and `bombus audit`
+    accounts for it.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
@@ -122,10 +123,10 @@ class LogOptions(Part):
 
 
 class CoordinatorPart(LogOptions):
-    """The coordinator. One of `count` processes leads and the others stand by; 0: it runs on another machine.
+    """The coordinator. One of `count` processes leads and the others stand by; with 0, it runs on another machine.
 
     With `compact` the leader removes the oldest events once the log is over 60 % full, until it is about 40 % full. If
-    a folder `archive` is given, they are written there first; it is relative to the working directory.
+    a folder `archive` is given, the events are first written there; it is relative to the working directory.
     """
 
     count: Count = 1
@@ -195,18 +196,18 @@ class TrainerMachineOptions(BaseModel):
 
 
 class TrainerPart(TrainerMachineOptions, PlacedPart):
-    """The processes that train an engine. `threads` is the number of CPU threads that torch uses in each; 0: one for
-    each core.
+    """The processes that train an engine. `threads` is the number of CPU threads that torch uses in each; 0 means one
+    for each core.
 
     Each process gets one of `devices`, and `device` is then cuda. If neither is given, `device` is cpu. `share_devices`
-    lets other parts use the same GPUs. A micro-batch has at most `bin_tokens` tokens; 0: the job's limit on a GPU, at
-    most 4096 on a CPU. With `allow_download`, models may be downloaded from a hub. A trainer whose work makes no
-    progress for `stall_s` is replaced; once its pace is known, the limit follows from that.
+    lets other parts use the same GPUs. A micro-batch has at most `bin_tokens` tokens; 0 means the job's limit on a GPU,
+    and at most 4096 on a CPU. With `allow_download`, models may be downloaded from a hub. A trainer whose work makes no
+    progress for `stall_s` is replaced; once the trainer's pace is known, the limit follows from that.
 
     Weights reach replicas through a shared folder, or through the hive's object store. A full copy is made every
-    `weights_full_every` versions (0: 1 with a folder, 16 with the object store); in between, only changes are sent. A
-    LoRA job publishes the model once and then only adapters or, with `merged`, the model with the adapter merged into
-    it at each step.
+    `weights_full_every` versions (0 means 1 with a folder, 16 with the object store); in between, only changes are
+    sent. A LoRA job publishes the model once and then only adapters or, with `merged`, the model with the adapter
+    merged into it at each step.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -232,17 +233,18 @@ class InferencePart(PlacedPart):
     """Replicas of one kind, which serve the engine in whose section they are listed. `backend` is the software that
     runs them.
 
-    `url`, `model` and `api_key_env` belong to backend openai; `tensor_parallel`, `eager` (no compilation), `python` (an
-    interpreter with your own vLLM), `gpu_memory_utilization`, `max_loras` and `max_lora_rank` belong to backend vllm.
+    `url`, `model` and `api_key_env` are for the backend openai; `tensor_parallel`, `eager` (no compilation), `python`
+    (an interpreter with your own vLLM), `gpu_memory_utilization`, `max_loras` and `max_lora_rank` are for the backend
+    vllm.
 
     Each replica gets `tensor_parallel` of `devices`, in order, and `device` is then cuda. If neither is given, `device`
     is cpu. `share_devices` lets other parts use the same GPUs. `max_model_len` is in tokens; it and `dtype` default to
     the job's values. `max_running` is the most sequences that run at the same time. `kv_cache_mb` is memory for keys
-    and values; 0: the backend's own default, which for vLLM on GPUs is the fraction `gpu_memory_utilization` of their
-    memory (0: vLLM's own default). `api_key_env` names the environment variable that holds the server's key.
+    and values; 0 means the backend's own default, which for vLLM on GPUs is the fraction `gpu_memory_utilization` of
+    their memory (0 means vLLM's own default). `api_key_env` names the environment variable that holds the server's key.
 
     `adapters_mb` is memory for LoRA adapters that training clients sample from, in addition to the engine's own policy;
-    0: none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
+    0 means none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
     """
 
     backend: Literal["torch", "vllm", "openai"] = "torch"

@@ -1,6 +1,6 @@
 """The GPUs of each process in a deployment, and the check that no two processes share a GPU by accident.
 
-Each of a trainer's processes gets one of its `devices`, in order. `gpus_of_replicas` returns the GPUs of replicas.
+Each of a trainer's processes gets one of its `devices`, in order. `gpus_of_replicas` returns the replicas' GPUs.
 `bombus.host.layout` starts each process with only its own GPUs in CUDA_VISIBLE_DEVICES.
 """
 
@@ -12,7 +12,8 @@ from bombus.config.parts import InferencePart, PlacedPart
 
 
 def gpus_of_replicas(part: InferencePart) -> list[tuple[int, ...]]:
-    """Return the GPUs of each replica, in consecutive groups of `tensor_parallel`; empty if `devices` names none."""
+    """Return the GPUs of each replica, in consecutive groups of `tensor_parallel`; the groups are empty if `devices`
+    is."""
     each = part.tensor_parallel
     return [part.devices[each * number : each * (number + 1)] for number in range(part.count)]
 
@@ -20,7 +21,7 @@ def gpus_of_replicas(part: InferencePart) -> list[tuple[int, ...]]:
 def check_placement(cluster: Cluster) -> None:
     """Raise `Refused(BAD_CONFIG)` if several parts use a GPU and not all of them allow sharing.
 
-    If one part names its GPUs, every part that runs on a GPU must do so: by default all of them use the first GPU.
+    If one part names its GPUs, every part that runs on a GPU must do so: parts that name none all use the first GPU.
     """
     placed = list(_parts_on_gpus(cluster))
     if not any(part.devices for _, part in placed):
@@ -42,7 +43,7 @@ def check_placement(cluster: Cluster) -> None:
 
 
 def _parts_on_gpus(cluster: Cluster) -> Iterator[tuple[str, PlacedPart]]:
-    """Yield the parts that run on GPUs of this machine, each with its place in the cluster file."""
+    """Yield the parts that run on this machine's GPUs, each with its place in the cluster file."""
     for name, engine in cluster.engines.items():
         if engine.trainer is not None and engine.trainer.device != "cpu":
             yield f"engines.{name}.trainer", engine.trainer
@@ -52,7 +53,8 @@ def _parts_on_gpus(cluster: Cluster) -> Iterator[tuple[str, PlacedPart]]:
 
 
 def _gpus_from_first(part: PlacedPart) -> tuple[int, ...]:
-    """Return the GPUs that a part on cuda:N uses, from N on. A GPU that replicas share appears once for each."""
+    """Return the GPUs that a part on cuda:N uses, from N on. A GPU that several replicas share appears once per
+    replica."""
     first = int(part.device.partition(":")[2])
     if isinstance(part, InferencePart):
         return tuple(range(first, first + part.tensor_parallel)) * part.count

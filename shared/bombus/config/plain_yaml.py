@@ -1,5 +1,5 @@
-"""YAML without anchors, aliases, merge keys, deep nesting and very long numbers, with which a short text can be costly
-to load.
+"""YAML without anchors, aliases, merge keys, deep nesting and very long numbers, any of which can make a short text
+costly to load.
 
 With them, 416 bytes took seven seconds to load, and 100 KB took more than a gigabyte of memory. Dates are read as text:
 no setting is a date, and a run may be named after one.
@@ -34,7 +34,7 @@ class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
         self._nodes = 0
 
     def fetch_flow_collection_start(self, token: Any) -> None:
-        """Refuse deeply nested brackets already while scanning, because each level slows the scanner down."""
+        """Refuse deeply nested brackets during scanning already, because each level slows the scanner down."""
         if self.flow_level >= DEPTH_MAX:
             raise ScannerError(None, None, _nested(), self.get_mark())
         super().fetch_flow_collection_start(token)

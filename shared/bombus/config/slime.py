@@ -32,7 +32,8 @@ SLIMES = (RENAMED.keys() | SWITCHES.keys() | set(OTHERS)) - {"sample_packing_seq
 
 
 def from_slime(given: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """Return each of our fields with its value and the option that set it. Options that are not slime's pass through.
+    """Return each of our fields that is set, with its value and the option that set it. Options that are not slime's
+    pass through.
 
     `eps_clip` sets both bounds unless the upper bound is given too. `kl_loss_coef` has no effect if `use_kl_loss` is
     false. Raises `Refused(BAD_CONFIG)` if two options set the same field, if an option does not accept its value, or
@@ -72,7 +73,8 @@ def _read(option: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the options without slime's `kl_coef`, which must be 0. If other options are slime's, so is `kl_coef`."""
+    """Return the options without slime's `kl_coef`, which must be 0. `kl_coef` is taken as slime's if other options
+    are."""
     slimes = sorted(SLIMES & given.keys())
     if not slimes or "kl_coef" not in given:
         return given

@@ -11,7 +11,7 @@ from bombus.config.parts import Part
 
 STREAM_BYTES_MIN = 4096
 PAYLOAD_BYTES = 8 << 20  # `max_payload` of the server that we start: its largest message, including headers
-POWER_NAME = "bombus-power-"  # begins the name of a server of ours whose disk is synced (`--durability power`)
+POWER_NAME = "bombus-power-"  # prefix of the name of our own server if its disk is synced (`--durability power`)
 _TAKES = "a size of at least 4KiB, such as 512MB or 4GiB"
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?\Z")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
@@ -48,7 +48,7 @@ Limit = Annotated[Size | None, Field(description=_TAKES)]
 
 class StreamLimits(Part):
     """How many servers keep each stream, and the size at which it is full and accepts no more messages. Each server
-    reserves that much of its disk.
+    reserves that much disk space.
 
     Settings that are not given stay unchanged. A new stream gets 1 replica and 256MiB for `inbox` (messages that are
     not decided yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 1GiB for `ops`
@@ -105,7 +105,7 @@ LIMIT_FLAGS = ", ".join(map(limit_flag, STREAMS))
 
 
 def bytes_reserved(limits: StreamLimits) -> int:
-    """Return the total size limit of the streams of a new hive, in bytes."""
+    """Return the sum of the size limits, in bytes, for a new hive's streams."""
     given = ((getattr(limits, f"{name}_bytes_max"), getattr(NEW_STREAMS, f"{name}_bytes_max")) for name in STREAMS)
     return sum(wanted or new for wanted, new in given)
 
@@ -113,7 +113,8 @@ def bytes_reserved(limits: StreamLimits) -> int:
 def disk_needed(limits: StreamLimits) -> int:
     """Return how many bytes must be free on a disk for a new hive.
 
-    The server lets streams use three quarters of that, and full streams must leave the reserve that new work requires.
+    The server lets streams use three quarters of the free space, and full streams must leave the reserve that new work
+    requires.
     """
     reserved = bytes_reserved(limits)
     return max(-(-reserved * 4 // 3), reserved + DISK_RESERVE_BYTES)

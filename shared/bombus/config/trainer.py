@@ -30,8 +30,8 @@ def _kl_estimator(value: object) -> object:
 
 
 def _known(kind: type[Algorithm], name: str, info: ValidationInfo) -> str:
-    """Return our spelling of a name. Raises `ValueError` if the torch backend does not know it; verl checks its own
-    names."""
+    """Return our spelling of a name. Raises `ValueError` if the torch backend does not know the name; verl checks its
+    own names."""
     if info.data.get("backend") != "torch":
         return name
     found = named(kind, name)
@@ -41,7 +41,7 @@ def _known(kind: type[Algorithm], name: str, info: ValidationInfo) -> str:
 
 
 def _own_aggregation(given: Tree) -> Aggregation:
-    """Return the default aggregation of the estimator."""
+    """Return the estimator's default aggregation."""
     dr_grpo = named(Estimator, given.get("adv_estimator", "")) is Estimator.DR_GRPO
     return Aggregation.CONSTANT if dr_grpo else Aggregation.EPISODE
 
@@ -67,7 +67,8 @@ def _own_correction(given: Tree) -> Correction:
 
 
 def _own_lr(given: Tree) -> float:
-    """Return the default learning rate: adapters need about ten times that of full training (docs/algorithms.md)."""
+    """Return the default learning rate: adapters need about ten times the rate for full training
+    (docs/algorithms.md)."""
     return LORA_LR if given["lora_rank"] else FULL_LR
 
 
@@ -97,23 +98,24 @@ class TrainerConfig(ConfigGroup):
     An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
     update, the run is suspended.
 
-    Every `checkpoint_every`-th step saves a checkpoint, and so does a step that comes a hundred steps after the newest
-    checkpoint. After a crash, the steps since the newest checkpoint are repeated from the log. The newest
-    `checkpoints_kept` of a run stay on disk, but at least two.
+    Every `checkpoint_every`-th step saves a checkpoint, and so does a step a hundred steps after the newest checkpoint.
+    After a crash, the steps since the newest checkpoint are repeated from the log. The newest `checkpoints_kept`
+    checkpoints of a run stay on disk, but at least two.
 
     With `canary`, replicas compare each version that they load with what the trainer computes (docs/weights.md).
 
     With `resume: auto` a run continues where the last run of its job stopped: at the newest checkpoint on this engine,
     with its optimizer and version. Two jobs are the same if they have the same project and experiment, model,
-    tokenizer, seed, backend and adapter; any other setting may change, such as `lr`. If only other jobs of an
-    experiment have left checkpoints, the start is refused; if the experiment has no name, the run begins with the model
-    as loaded. `from 40` begins at version 40, or is refused; `never` begins with the model as loaded.
+    tokenizer, seed, backend and adapter; any other setting may change, such as `lr`. If the only checkpoints in the
+    experiment are from other jobs, the start is refused; if the experiment has no name, the run begins with the model
+    as loaded. `from 40` begins at version 40, or is refused if it cannot; `never` begins with the model as loaded.
 
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
-    `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
-    `enable_packing` it has one sequence. With `share_prefixes`, the torch backend computes prefixes that several
-    sequences in a micro-batch have in common only once. Each step's samples are written to `save_debug_rollout_data`, a
-    path on the trainer's machine below the run's folder, or below a folder that its operator allows.
+    `sample_packing_sequence_len`), and on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
+    `enable_packing`, a micro-batch has one sequence. With `share_prefixes`, the torch backend computes only once the
+    prefixes that several sequences in a micro-batch have in common. Each step's samples are written to
+    `save_debug_rollout_data`, a path on the trainer's machine below the run's folder, or below a folder that its
+    operator allows.
     """
 
     backend: Literal["torch", "verl"] = "torch"

@@ -141,7 +141,7 @@ Given = dict[str, object]  # our path -> value
 
 
 def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
-    """Read flat keys. Return the values by our path, the key that set each of them, and the keys without effect.
+    """Read flat keys. Return the values by our paths, the key that set each value, and the keys without effect.
 
     Raises `Refused(BAD_CONFIG)` with the name of the key.
     """

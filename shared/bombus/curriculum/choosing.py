@@ -34,7 +34,7 @@ def open_tasks(progress: CurriculumProgress) -> Iterator[str]:
 def choose(progress: CurriculumProgress, seed: int, draw: int, taken: Collection[str] = ()) -> str | None:
     """Return the open task with the highest priority that is not taken, or None if all are taken.
 
-    Equal priorities are ordered by a digest of the seed, the number of the draw, and the task's id.
+    Equal priorities are ordered by a digest of the seed, the draw's number, and the task's id.
     """
     free = [task for task in open_tasks(progress) if task not in taken]
     return max(free, key=lambda task: (priority(task, progress), _lot(seed, draw, task)), default=None)

@@ -54,10 +54,10 @@ class Curriculum:
     def record_result(
         self, task: Task | str, achieved: bool, reward: float, *, group: str = ""
     ) -> list[AnyCurriculumEvent]:
-        """Record the result of a group of a task, once for the whole group, and return the resulting events.
+        """Record the result of a task's group, once for the whole group, and return the resulting events.
 
-        A named group is recorded only once: repeating it changes nothing and returns no events. Raises `Refused` for a
-        task that the curriculum does not have, and for a reward that is not a number.
+        A named group is recorded only once: recording it again changes nothing and returns no events. Raises `Refused`
+        for a task that the curriculum does not have, and for a reward that is not a number.
         """
         name = task.task_id if isinstance(task, Task) else task
         try:

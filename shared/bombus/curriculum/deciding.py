@@ -22,7 +22,7 @@ GROUP_CHARACTERS_MAX = 512
 
 
 class RecordResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The only command: record the result of a group of episodes of a task."""
+    """The only command: record the result of a group of episodes for one task."""
 
     task: str
     achieved: bool
@@ -31,7 +31,7 @@ class RecordResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(command: RecordResult, progress: CurriculumProgress) -> list[AnyCurriculumEvent]:
-    """Return the events that follow, or none for a group that is already recorded.
+    """Return the events that follow, or none if the group is already recorded.
 
     Raises `Refused` for an unknown task, for a reward that is not finite, and for a group name that is too long.
     """
@@ -71,7 +71,7 @@ def _of_task(command: RecordResult, progress: CurriculumProgress) -> list[AnyCur
     elif results >= task.due:
         interval = min(2 * task.interval, rules.review_longest)
     else:
-        return []  # it was not due yet: a success says nothing about how long the task is remembered
+        return []  # the task was not due yet: a success now does not show how long it is remembered
     return [TaskReviewed(task=command.task, interval=interval, due=results + interval)]
 
 

@@ -9,7 +9,7 @@ class CurriculumEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
 
 
 class ResultRecorded(CurriculumEvent, frozen=True, kw_only=True, tag="result.recorded"):
-    """A group of episodes of a task has ended. A named `group` is recorded only once; "" means no name."""
+    """A group of episodes for a task has ended. A named `group` is recorded only once; "" means no name."""
 
     task: str
     achieved: bool
@@ -40,7 +40,7 @@ class TaskReturned(CurriculumEvent, frozen=True, kw_only=True, tag="task.returne
 
 
 class TierReached(CurriculumEvent, frozen=True, kw_only=True, tag="tier.reached"):
-    """The previous tier is mastered. `fast`: after only a few results, nearly all of them successes."""
+    """The previous tier is mastered. `fast` means after only a few results, nearly all of them successes."""
 
     tier: str
     fast: bool = False

@@ -57,7 +57,7 @@ class CurriculumJournal:
                 raise JournalFull(f"the disk of {self.path} is full: make room, and record the result again")
             os.fsync(self._file)
         except BaseException:
-            os.ftruncate(self._file, self._bytes)  # a half-written line would corrupt the next one
+            os.ftruncate(self._file, self._bytes)  # an incomplete line would corrupt the next one
             raise
         self._bytes += len(line)
 
@@ -76,7 +76,7 @@ class CurriculumJournal:
             ) from error
 
     def _read(self) -> tuple[list[AnyCurriculumEvent], int]:
-        """Return the events, and the size of their lines in bytes. An incomplete last line is ignored."""
+        """Return the events, and the size in bytes of the lines that hold them. An incomplete last line is ignored."""
         found = os.fstat(self._file)
         if not stat.S_ISREG(found.st_mode):
             raise Refused(Code.BAD_CONFIG, f"{self.path} is not a regular file: a curriculum needs one")

@@ -110,10 +110,10 @@ FIVE_TIERS = {
 def plan_of(
     tasks: Sequence[Task], tiers: dict[str, TierRules] | None = None, mastery: MasteryRules | None = None
 ) -> CurriculumPlan:
-    """Return the plan for tasks whose `metadata` names their `tier`, which must be one of `tiers` (by default, there
-    are five).
+    """Return the plan for tasks whose `metadata` names their `tier`, which must be one of `tiers` (five tiers by
+    default).
 
-    Tiers without tasks are left out. Raises `ValueError` for a task whose tier is not among them.
+    Tiers without tasks are left out. Raises `ValueError` for a task whose tier is not one of `tiers`.
     """
     known = FIVE_TIERS if tiers is None else tiers
     by_tier: dict[str, list[str]] = {name: [] for name in known}

@@ -18,12 +18,12 @@ GROUPS_REMEMBERED = 4096  # number of newest groups whose names are kept, so tha
 
 
 class TaskProgress(msgspec.Struct, kw_only=True):
-    """The results of one task. `recent` has the newest of them, oldest first."""
+    """The results of one task. `recent` holds the newest results, oldest first."""
 
     results: int = 0
     recent: tuple[bool, ...] = ()
     rewards: float = 0.0  # the sum of all rewards
-    newest: int = 0  # how many results all tasks together had when this task's newest one was recorded
+    newest: int = 0  # how many results all tasks together had when the newest one for this task was recorded
     has_graduated: bool = False
     has_returned: bool = False
     interval: int = 0  # number of results between its reviews
@@ -110,8 +110,8 @@ class CurriculumProgress:
 
 
 def decayed_rate(results: Sequence[bool], decay: float) -> float:
-    """Return the weighted share of successes: each result weighs `decay` times as much as the one after it. 0 without
-    results."""
+    """Return the weighted share of successes, or 0 if there are no results. Each result weighs `decay` times as much as
+    the one after it."""
     weight, total, achieved = 1.0, 0.0, 0.0
     for result in reversed(results):
         total += weight

@@ -37,7 +37,7 @@ class CurriculumSampler:
 
     The same seed and the same results in the same order yield the same tasks. This holds across a restart too, unless
     groups were running at the time or had no result. A task whose group is still running is not yielded again while
-    another task is open, because two groups of the same task would be mistaken for one. Threads may share a sampler.
+    another task is open, because two groups for the same task would be mistaken for one. Threads may share a sampler.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CurriculumSampler:
         self._tasks = {task.task_id: task for task in tasks}
         self._seed = seed
         self._reward_of_success = reward_of_success
-        self._draws = curriculum.progress.results  # starts here so that a restart does not repeat the first draws
+        self._draws = curriculum.progress.results  # not 0, so that a restart does not repeat the first draws
         self._running: dict[str, None] = {}  # running tasks, in the order in which they were yielded
         self._lock = threading.Lock()  # held while a task is chosen and noted as running
         missing = curriculum.progress.tier_of.keys() - self._tasks.keys()
@@ -60,7 +60,7 @@ class CurriculumSampler:
     def __next__(self) -> Task:
         with self._lock:
             chosen = None
-            while chosen is None:  # another thread's result may change the open tasks between the two calls
+            while chosen is None:  # a result from another thread may change the open tasks between the two calls
                 chosen = self.curriculum.choose(self._seed, self._draws, self._running) or self._given_longest_ago()
             self._draws += 1
             self._running.pop(chosen, None)
@@ -92,7 +92,7 @@ def result_of_group(
 
     An episode without a finite reward does not count. If no episode has a finite reward, return None. An episode
     succeeded if its output says so or, if the output does not say, if its reward is at least `reward_of_success`. If an
-    episode has a reward for each call, the mean of these counts.
+    episode has a reward for each call, their mean is the episode's reward.
     """
     scored = [(output, reward) for output in outputs if output is not None and (reward := _reward(output)) is not None]
     if not scored:

@@ -64,15 +64,16 @@ def call_advantages(
     estimator: Estimator = Estimator.GRPO,
     normalise_std: bool = True,
 ) -> list[list[float]]:
-    """Compute one advantage for each call of each episode in a group. `lengths` are the calls' numbers of trained
-    tokens.
+    """Compute one advantage for each call of each episode in a group. `lengths` are the numbers of trained tokens in
+    the calls.
 
     Without call rewards, every call has its episode's advantage. If any episode has call rewards, a call is compared
-    with the calls at the same turn of the group's other episodes. Attainable rewards differ between turns, so with one
+    with the calls at the same turn in the group's other episodes. Attainable rewards differ between turns, so with one
     baseline for all turns an easy turn would be rewarded, and a hard one punished, whatever was sampled. A turn that
-    only one episode reached has nothing to compare with, so its advantage is 0. An episode without call rewards then
-    gives its own reward to each of its calls. All this holds for every estimator except REINFORCE++ without baseline,
-    which does not compare within a group: its advantage for a call is the call's own reward.
+    only one episode reached has nothing to compare with, so its advantage is 0. When calls are compared in this way, an
+    episode without call rewards gives its own reward to each of its calls. All this holds for every estimator except
+    REINFORCE++ without baseline, which does not compare within a group: its advantage for a call is the call's own
+    reward.
 
     Raises `ValueError` if an episode has call rewards, but not one for each of its calls.
     """

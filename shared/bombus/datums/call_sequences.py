@@ -14,9 +14,9 @@ from bombus.hive.records import CallRecord, CallStatus, Choice
 
 @dataclass(frozen=True)
 class SampledSpan:
-    """The tokens [start, end) of a sequence, which call number `call` sampled as one of its choices.
+    """The tokens [start, end) in a sequence, which call number `call` sampled as one of its choices.
 
-    `learnt` says whether they are trained on in this sequence.
+    `learnt` says whether these tokens are trained on in this sequence.
     """
 
     call: int
@@ -45,7 +45,8 @@ class CallSequences:
 
 @dataclass(frozen=True, eq=False)
 class _Node:
-    """One choice of one call. `path` holds all tokens up to its end, as int32 bytes for fast comparison."""
+    """One choice of one call. `path` holds all tokens up to the end of the choice, as int32 bytes for fast
+    comparison."""
 
     call: int
     choice: int
@@ -83,7 +84,7 @@ def is_learnt(record: CallRecord) -> bool:
 def learnt_tokens(record: CallRecord) -> int:
     """Return how many tokens of an episode's own call are trained on, in all of its sequences together.
 
-    With an empty prompt, the first token is not trained on, because no token before it could predict it.
+    If the prompt is empty, the first token is not trained on, because no token before it could predict it.
     """
     if not is_learnt(record):
         return 0

@@ -57,7 +57,8 @@ class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeDatum(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence of an episode, in the form that a loss takes: N tokens, and for each of them the target that follows.
+    """A sequence from an episode, in the form that a loss takes: N tokens, and for each of them the target that
+    follows.
 
     The sampler's `logprobs`, at temperature 1, and the `advantages` are 0 wherever `mask` is 0: at targets that were
     not sampled, or are trained on in another sequence. `episode` is the id with which the episode was claimed.
@@ -82,7 +83,7 @@ class EpisodeDatum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learnt_sequences(records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> tuple[LearntSequence, ...]:
-    """Return the sequences of an episode's calls that have tokens to train on (see `call_sequences`).
+    """Return the sequences of an episode's calls, without those that have no token to train on (see `call_sequences`).
 
     Raises `LogCorrupted`.
     """
@@ -115,7 +116,7 @@ def read_ended(episodes: Sequence[object]) -> list[EndedEpisode]:
 
 
 def datums_of(episodes: Sequence[EndedEpisode], estimator: Estimator = Estimator.DR_GRPO) -> list[EpisodeDatum]:
-    """Return the sequences of episodes with their advantages, computed among the episodes of the same task and sampler.
+    """Return the episodes' sequences with advantages, each computed among the episodes with the same task and sampler.
 
     Raises `ValueError` for an estimator that normalises over whole batches.
     """
@@ -143,7 +144,7 @@ def _datums(group: Sequence[EndedEpisode], estimator: Estimator) -> Iterator[Epi
 
 
 def _lengths(episode: EndedEpisode) -> list[int]:
-    """Return how many tokens of each call are trained on."""
+    """Return how many tokens in each call are trained on."""
     counts = Counter(
         call for sequence in episode.sequences for call in compress(array("i", sequence.calls), sequence.mask)
     )

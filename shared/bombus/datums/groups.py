@@ -1,4 +1,4 @@
-"""Convert ended episodes of one task to a rollout group, which has a sequence and its reward for each conversation."""
+"""Convert ended episodes for one task to a rollout group, which has a sequence and its reward for each conversation."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from bombus.hive.records import CallRecord, unpack_tokens
 from bombus.hive.trajectories.records import PackedFloats, RolloutGroup, pack_ints
 from bombus.hive.trajectories.training import NOT_TRAINED, TEMPERATURE
 
-NO_LOGPROB = 1.0  # stands for the logprob of a token that is not trained on
+NO_LOGPROB = 1.0  # used as the logprob of a token that is not trained on
 _encode = msgspec.json.Encoder().encode
 
 
@@ -43,7 +43,7 @@ class _Sequence(msgspec.Struct, frozen=True):
 
 
 class EpisodeSequences(msgspec.Struct, frozen=True):
-    """An ended episode as sequences of a group, without those that have no token to train on."""
+    """An ended episode as sequences for a group, without those that have no token to train on."""
 
     episode: GroupedEpisode
     sequences: list[_Sequence]
@@ -68,8 +68,8 @@ def group_of_episodes(
 ) -> RolloutGroup:
     """Return episodes as a group. Its sequences are in the order of the episodes, each of which may have several.
 
-    If an episode does not have exactly one sequence, or has call rewards, the group includes advantages of the tokens,
-    computed with `estimator`: a trainer that uses only the scores would count that episode several times. Raises
+    If any episode does not have exactly one sequence, or has call rewards, the group includes an advantage for each
+    token, computed with `estimator`: a trainer that uses only the scores would count that episode several times. Raises
     `ValueError`, with a sentence, if there is no token to train on.
     """
     episodes, found = [each.episode for each in played], [each.sequences for each in played]

@@ -16,7 +16,7 @@ class DemoOf(msgspec.Struct, frozen=True):
 
     model: str
     seed: int
-    id: str = ""  # "" in the folders of older versions, whose demos share one experiment
+    id: str = ""  # empty in the folders of older versions, whose demos share one experiment
 
     def __str__(self) -> str:
         return f"of the model {self.model} with seed {self.seed}"
@@ -27,7 +27,7 @@ class DemoOf(msgspec.Struct, frozen=True):
 
 
 def open_folder(out: Path, wanted: DemoOf) -> DemoOf | None:
-    """Create the folder of a demo and return None, or return the earlier demo in the folder, which must be resumed.
+    """Create the folder for a demo and return None, or return the earlier demo in the folder, which must be resumed.
 
     Raises `Refused` if the demo in the folder has another model or seed, or if the folder has files but no demo.
     """
@@ -64,7 +64,7 @@ def load_curve(folder: Path) -> Curve | None:
 
 
 class Keeper(Watcher):
-    """Writes the curve to the folder after each step and measurement, and passes these on to a display."""
+    """Writes the curve to the folder after each step and measurement, and passes both on to a display."""
 
     def __init__(self, folder: Path, curve: Curve, shown: Watcher) -> None:
         self._file = folder / CURVE

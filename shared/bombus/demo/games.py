@@ -36,14 +36,14 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelReply(msgspec.Struct, frozen=True):
-    """A reply from the model. `ended` says whether the model ended it, rather than the token limit."""
+    """A reply from the model. `ended` says whether the model ended the reply, rather than the token limit."""
 
     text: str
     ended: bool
 
 
 class CallRefused(BombusError):
-    """The gateway refused a model call. The message is the gateway's and says what to do."""
+    """The gateway refused a model call. The message comes from the gateway and says what to do."""
 
 
 class GameModel(Protocol):
@@ -79,7 +79,8 @@ class Game(Protocol):
 
 
 class Letters:
-    """The right answer to `c=` is eight times c. The model starts from scratch, so it has to learn the alphabet first.
+    """The right answer to `c=` is the letter c eight times. The model starts from scratch, so it has to learn the
+    alphabet first.
 
     With `turns` 2, the text after the first reply names another letter, which the second reply must repeat, so the
     model has to attend to the right one of two letters.
@@ -148,7 +149,7 @@ class Needle:
     STATEMENTS = 3
     MAX_TOKENS = 8
     HELD_OUT = 128
-    SIZE = 1_000_000  # entries of the dataset, which are generated when they are read
+    SIZE = 1_000_000  # entries in the dataset, which are generated when they are read
     TRAINING_SEED, HELD_OUT_SEED = 1, 900_000_000
     RIGHT, OTHER, NONE = "the right name", "another name of the text", "no name of the text"
 
@@ -204,8 +205,8 @@ class Needle:
     def reward(reply: ModelReply, answer: str) -> float:
         """Return 0.9 times how well a reply matches the answer, plus 0.1 if the model ended the reply.
 
-        The match is the share of the text that the answer makes up. If the text does not contain the answer, it is 0.3
-        times the share of the answer with which the text begins.
+        If the text contains the answer, the match is the answer's share of the text. If not, it is 0.3 times the share
+        of the answer with which the text begins.
         """
         text = reply.text.strip().lower()
         wanted = answer.lower()
@@ -227,7 +228,8 @@ class Needle:
         return Played(reward=self.reward(reply, task.answer), exact=exact, kind=kind)
 
     async def _ask(self, model: GameModel, question: str) -> ModelReply:
-        """Ask the model. If it refuses system messages, as Gemma 2 does, put that text before the question."""
+        """Ask the model. If it refuses system messages, as Gemma 2 does, put the system text before the question
+        instead."""
         if self._takes_system:
             try:
                 messages = [{"role": "system", "content": self.SYSTEM}, {"role": "user", "content": question}]
@@ -248,7 +250,7 @@ class Needle:
     def positional_reply(self) -> tuple[str, float, float]:
         """Return the best fixed position, its mean reward and its share of exact answers.
 
-        The reply for a position always names the text's first, second or third person.
+        The reply for a position always gives the name that comes first, second or third in the text.
         """
         tasks = self.held_out()
         best = ("", 0.0, 0.0)

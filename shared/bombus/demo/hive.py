@@ -24,7 +24,7 @@ class HiveFailed(BombusError):
 async def running(folder: Path, threads: int = 0, durability: str = "process") -> AsyncIterator[str]:
     """Start a hive with its data under `folder`, yield its URL, then stop it and wait until it has exited.
 
-    Raises `HiveFailed` if it is not ready in time. Its log is `folder/hive.log`.
+    Raises `HiveFailed` if the hive is not ready in time. Its log is `folder/hive.log`.
     """
     private_folder(folder)
     port = free_port()

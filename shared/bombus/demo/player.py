@@ -22,7 +22,7 @@ class Player:
     def __init__(self, client: AsyncSwarmClient, game: Game) -> None:
         self.client = client
         self.game = game
-        # httpx costs 0.7 ms of a core for each call, and the model needs the two cores as well.
+        # httpx takes 0.7 ms of CPU time for each call, and the model needs the two cores as well.
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=CALL_S)
         )

@@ -58,8 +58,8 @@ class Curve(msgspec.Struct, kw_only=True):
         return max(stepped, self.measured[-1].training_s if self.measured else 0.0)
 
     def cut(self, version: int) -> None:
-        """Drop steps from `version` on, and measurements after them: a hive that was stopped has not trained on those
-        batches."""
+        """Drop steps from `version` on, and the measurements after them: a hive that was stopped has not trained on
+        those batches."""
         self.steps = [step for step in self.steps if step.version < version]
         self.measured = [point for point in self.measured if point.version <= version]
 
@@ -69,7 +69,8 @@ class Curve(msgspec.Struct, kw_only=True):
         return sum(step.reward for step in last) / 10 if len(last) == 10 else 0.0
 
     def seconds_to(self, reward: float, of: Callable[[Stepped], float]) -> float | None:
-        """Return `of` applied to the first step at which the mean of ten batches reached `reward`, or None."""
+        """Return `of` applied to the first step at which the mean of ten batches reached `reward`, or None if none
+        did."""
         for index in range(9, len(self.steps)):
             if sum(step.reward for step in self.steps[index - 9 : index + 1]) / 10 >= reward:
                 return of(self.steps[index])
@@ -134,7 +135,8 @@ class Training:
         self._rng = random.Random(plan.seed)
 
     def go_on(self, curve: Curve, version: int) -> None:
-        """Resume training in a hive that is at `version`: keep the curve so far, and skip the tasks already drawn."""
+        """Resume training in a hive that is at `version`: keep the curve up to there, and skip the tasks already
+        drawn."""
         curve.cut(version)
         self.curve, self.trained = curve, Clock(curve.trained_s())
         self._began -= curve.steps[-1].wall_s if curve.steps else 0.0

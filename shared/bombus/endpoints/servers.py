@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DETECT_TIMEOUT_S = 10.0
 ERROR_CHARS_MAX = 400
-ANSWER_BYTES_MAX = 1 << 20  # enough: a list of models or adapters takes a few kilobytes
+ANSWER_BYTES_MAX = 1 << 20  # more than enough: a list of models or adapters takes a few kilobytes
 
 # Raised when decoding an answer that is not the expected JSON, not UTF-8, or nested too deeply.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -29,13 +29,13 @@ class LoadFailed(BombusError):
 
 class ServerKind(StrEnum):
     SGLANG = "sglang"
-    VLLM = "vllm"  # or another server with vLLM's token-id completions
+    VLLM = "vllm"  # also any other server with vLLM's token-id completions
     REPLICA = "bombus"  # loads adapters in addition to its own policy
 
 
 class FoundServer(Struct, frozen=True, kw_only=True):
-    """An inference server. `can_load` says whether it has a route to change its weights; `context` is its limit in
-    tokens, 0 if unknown."""
+    """An inference server. `can_load` says whether it has a route to change its weights; `context` is its context
+    length in tokens, or 0 if unknown."""
 
     kind: ServerKind
     model: str = ""
@@ -82,7 +82,7 @@ async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServ
 
     Raises `EngineFault` if it is not a known kind, or if `model` is given and a vLLM server does not serve it.
     """
-    import httpx  # imported late: it takes 5 MB, and few gateways need it
+    import httpx  # imported late: it takes 5 MB of memory, and few gateways need it
 
     where = str(client.base_url).rstrip("/")
     try:
@@ -109,7 +109,7 @@ async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServ
 async def load_folder(
     client: "httpx.AsyncClient", kind: ServerKind, folder: Path, label: str, timeout_s: float
 ) -> None:
-    """Make a server load the model in a folder, which it must see under the same path, and clear its cache.
+    """Make a server load the model in a folder, which the server must see under the same path, and clear its cache.
 
     `label` is the version that the server reports for these weights. Raises `LoadFailed`, or `httpx.HTTPError`.
     """
@@ -154,7 +154,8 @@ async def load_adapter(client: "httpx.AsyncClient", folder: Path, address: str, 
 async def _asked(
     client: "httpx.AsyncClient", method: str, path: str, timeout_s: float, json: Mapping[str, object] | None = None
 ) -> _WholeAnswer:
-    """Return a server's whole answer. Raises `httpx.HTTPError`, also for an answer that is too large or too late."""
+    """Return a server's whole answer. Raises `httpx.HTTPError`, including for an answer that is too large or too
+    late."""
     import httpx
 
     body = bytearray()

@@ -1,4 +1,4 @@
-"""A model served over the OpenAI protocol, asked for one answer at a time with httpx."""
+"""A model served over the OpenAI protocol. httpx requests one answer at a time from it."""
 
 import asyncio
 import logging
@@ -53,7 +53,8 @@ class ModelRefused(InfraError):
 
 
 def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
-    """Return the error for a first prompt that is too long. It ends with the server's own message about its limit."""
+    """Return the error for a first prompt that is too long. The error ends with the server's own message about its
+    limit."""
     why = (
         f"the first prompt of the episode, with its tools, is too long for the job, the model or tokens_max "
         f"({tokens_max} for prompt and answer together): {error}"
@@ -62,7 +63,7 @@ def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
 
 
 def never_answered(episode_s: float) -> NoModelAnswer:
-    """Return the error for an episode that ran out of time before the first answer. This is not the model's fault."""
+    """Return the error for an episode that ran out of time before the first answer, which is not the model's fault."""
     return NoModelAnswer(f"the model gave no answer within {episode_s:g} s, which is all of the episode's time")
 
 
@@ -76,7 +77,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     call: str
-    versions: tuple[int, ...] = ()  # the oldest and newest policy versions that sampled it, if a hive names them
+    versions: tuple[int, ...] = ()  # oldest and newest policy versions that sampled the answer, if a hive names them
 
     @property
     def is_cut(self) -> bool:
@@ -85,7 +86,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallWatch(Protocol):
-    """Is notified of the answered and failed calls of many episodes at one server."""
+    """Is notified of the answered and failed calls from many episodes to one server."""
 
     def answered(self) -> None:
         """Note that a call was answered."""
@@ -99,7 +100,7 @@ class CallWatch(Protocol):
 class OutageWarnings:
     """A `CallWatch` that warns once calls have been failing for a second, so that waiting is not mistaken for work.
 
-    It warns once per outage: there is no second warning until a call has been answered.
+    It warns only once per outage: there is no second warning until a call has been answered.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -146,7 +147,7 @@ class ChatModel:
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"Authorization": f"Bearer {api_key}"},
-            timeout=httpx.Timeout(None, connect=CONNECT_S),  # the timeout of `ask` covers the whole request
+            timeout=httpx.Timeout(None, connect=CONNECT_S),  # the time limit in `ask` covers the whole request
             trust_env=not is_loopback(url.host),
             verify=url.scheme == "https" and certificates(True),
             transport=transport,
@@ -170,7 +171,7 @@ class ChatModel:
     ) -> ChatAnswer:
         """Return the model's answer. While the server is unreachable or busy, retry until `within_s` has passed.
 
-        `total_tokens` limits prompt and answer together if the server is a hive. Raises `NoModelAnswer`,
+        `total_tokens` limits prompt and answer together if the server is a hive. Raises `NoModelAnswer` or
         `ModelRefused`.
         """
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), **self._sampling}
@@ -299,12 +300,12 @@ def _tool_calls(message: MessageDict) -> tuple[ToolCall, ...]:
 
 
 def _text(arguments: object) -> str:
-    """Return the arguments of a call as JSON text. Some servers send the object itself."""
+    """Return a call's arguments as JSON text. Some servers send the object itself."""
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
 
 
 def _said(error: object) -> str:
-    """Return the error message of an answer that has no choices, after a colon, or "" if there is none."""
+    """Return a colon and the error message in an answer that has no choices, or "" if it has no message."""
     message = error.get("message", error) if isinstance(error, dict) else error
     return f": {' '.join(str(message).split())[:FOREIGN_TEXT_MAX]}" if message else ""
 

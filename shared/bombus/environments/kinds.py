@@ -33,7 +33,7 @@ class ToolSchema(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call as the model wrote it. `arguments` is its JSON text, unchecked."""
+    """A tool call as the model wrote it. `arguments` is the JSON text of the call's arguments, unchecked."""
 
     id: str
     name: str
@@ -58,7 +58,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutStatus(StrEnum):
     """How a rollout ended."""
 
-    COMPLETED = "completed"  # the model or the environment declared it done
+    COMPLETED = "completed"  # the model or the environment declared the episode done
     TRUNCATED = "truncated"  # a budget was used up, or the model's answer was cut off at its length limit
     ABORTED = "aborted"  # something failed that is not the model's fault: there is no reward
 
@@ -176,13 +176,14 @@ class ResetFailed(InfraError):
 
 
 class MethodFailed(InfraError):
-    """One of the environment's own methods failed, not a tool. By default, it is a reward."""
+    """One of the environment's own methods failed, other than a tool. By default, that method is a reward."""
 
     failure = FailureKind.GRADER
 
 
 def went_on(name: str, kind: FailureKind = FailureKind.TOOL) -> EnvironmentLost:
-    """Return the error for a coroutine, by default a tool, that still ran some seconds after it was cancelled."""
+    """Return the error for a coroutine, by default a tool, that was still running some seconds after it was
+    cancelled."""
     return EnvironmentLost(
         f"`{name}` kept running after it was cancelled, so the environment was abandoned. Let the CancelledError that "
         "ends it propagate: `except Exception` does, `except:` does not",

@@ -57,7 +57,7 @@ class WrongTask(BombusError):
 
 
 class MultiModelCredentials(Protocol):
-    """The credentials of a multi-model episode: each role has the credentials for an episode on its own engine."""
+    """The credentials for a multi-model episode: each role has the credentials for an episode on its own engine."""
 
     @property
     def credentials(self) -> Mapping[str, Credentials]: ...
@@ -115,7 +115,7 @@ def _aborted(transcript: Transcript, error: InfraError) -> RolloutResult:
 
 
 def _reward_of(calls: Sequence[RewardedCall], whole: float) -> float | dict[str, float]:
-    """Return one number if all calls have the same reward, else each call's reward by its id."""
+    """Return one number if all calls have the same reward, else a mapping from each call's id to its reward."""
     given = {call.reward for call in calls}
     if len(given) > 1:
         return {call.call: call.reward for call in calls}
@@ -286,8 +286,8 @@ class _MethodLimits:
     """Limits how long the methods of an episode's environment may take, even those that keep running after a
     cancellation.
 
-    All of them run in the episode's task, so that a context entered in one method, such as a client's task group, can
-    be exited in another. `given_up` is done once nobody waits for that task any longer.
+    All of the methods run in the episode's task, so that a context entered in one method, such as a client's task
+    group, can be exited in another. `given_up` is done once nobody waits for that task any longer.
     """
 
     def __init__(self, transcript: Transcript) -> None:
@@ -424,7 +424,7 @@ class _ToolLoop:
     # ---- tools --------------------------------------------------------------------------------------------------
 
     async def _use_tools(self, calls: Sequence[ToolCall], over_at: float) -> None:
-        """Carry out the tool calls of one answer, several of them concurrently, and append their results in order."""
+        """Carry out the tool calls in one answer, several of them concurrently, and append their results in order."""
         carried_out = calls[: self._budgets.calls_max]
         slots = asyncio.Semaphore(self._at_once)
 
@@ -448,13 +448,13 @@ class _ToolLoop:
 
     @property
     def _at_once(self) -> int:
-        """Return how many calls may run concurrently. If the environment allows one at a time, the time limit of calls
-        that wait does not start yet."""
+        """Return how many calls may run concurrently. If the environment allows only one at a time, the time limit of a
+        call does not start while the call waits."""
         return self._budgets.tools_at_once if getattr(self._environment, "tools_run_together", False) else 1
 
     async def _outcome(self, call: ToolCall, over_at: float) -> ToolOutcome:
         """Carry out a call. A call that cannot be cancelled gets all of `tool_s` once it has begun, even if less is
-        left of the turn or the episode: cutting it off would lose its environment, and thus the episode."""
+        left in the turn or the episode: cutting the call off would lose its environment, and thus the episode."""
         limit_s, left_s = self._budgets.tool_s, over_at - _now()
         if left_s <= 0:
             return ToolOutcome(text="it was not carried out: the time for this answer's tools had run out", failed=True)
@@ -491,8 +491,8 @@ def tools_of_task(task: Task) -> list[ToolSchema]:
 async def _made_by(make: Callable[[], Any]) -> AgentEnvironment:
     """Return the environment that a function makes, directly or as a coroutine.
 
-    The methods of a plain class run in the thread in which the function ran. An instance that is made too late is
-    closed. Raises `InfraError` or `WrongClass`.
+    A plain class's methods run in the thread in which the function ran. An instance that is made too late is closed.
+    Raises `InfraError` or `WrongClass`.
     """
     async with AsyncExitStack() as stack:
         environment = PlainEnvironment(lambda: make())

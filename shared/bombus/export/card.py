@@ -21,8 +21,8 @@ from bombus.weights.models import hub_name
 CARD = "README.md"
 WRITTEN_BY = "# Written by `bombus export`."
 REWARDS_SHOWN = 20
-SHARE_SHOWN = 0.001  # the smallest loss of an adapter to rounding that is mentioned
-TEXT_CHARS_MAX = 200  # values of settings that are longer are not shown
+SHARE_SHOWN = 0.001  # the smallest loss of an adapter to rounding that the card mentions
+TEXT_CHARS_MAX = 200  # settings with longer values are not shown
 
 
 def loading(exported: ExportedFiles, place: str, base_model: str) -> list[tuple[str, str]]:
@@ -71,8 +71,8 @@ def card(hive: str, run: LoggedRun, number: int, exported: ExportedFiles, base_m
 
 
 def _front_matter(job: RunConfig, exported: ExportedFiles) -> Iterator[str]:
-    """Yield the metadata that the hub reads. A base model that the hub does not know is left out, as the hub would
-    refuse it."""
+    """Yield the metadata that the hub reads. A base model unknown to the hub is left out, because the hub would refuse
+    it."""
     hub = hub_name(job.model.path)
     tags = ["bombus", "reinforcement-learning", job.trainer.adv_estimator, *(["lora"] if job.trainer.lora_rank else [])]
     yield "---"

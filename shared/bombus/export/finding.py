@@ -38,7 +38,7 @@ class VersionFiles:
 
 
 class Finder:
-    """Finds versions of one hive. Files from the object store are kept in the folder `cache`.
+    """Finds a hive's versions. Files from the object store are kept in the folder `cache`.
 
     `data` is the hive's data folder, if known: it may have been moved since the log was written.
     """
@@ -49,7 +49,8 @@ class Finder:
         self._data = data
 
     async def check(self, run: LoggedRun, version: int) -> Weights:
-        """Return a version of a run. If it does not exist, raise `NotOnLog` with the versions that do."""
+        """Return the weights of a run's version. If the version does not exist, raise `NotOnLog`, listing the versions
+        that do."""
         ready = run.versions.get(version)
         if ready is not None and await self._is_there(ready.weights):
             return ready.weights
@@ -64,8 +65,8 @@ class Finder:
     async def files(self, weights: Weights, whole: bool) -> VersionFiles:
         """Return the files of a version. An adapter comes with its base model only if `whole` is true.
 
-        Raises `EngineFault` for missing files or for a delta that differs from the log's, `LogCorrupted`, and
-        `BusUnavailable`.
+        Raises `EngineFault` if files are missing or a delta differs from the one on the log. Also raises `LogCorrupted`
+        and `BusUnavailable`.
         """
         texts = await self._texts(weights.tokenizer)
         if weights.adapter_of is not None:
@@ -107,7 +108,8 @@ class Finder:
         return path
 
     def _place(self, weights: Weights) -> Path:
-        """Return the folder that the log names or, if it is gone, the same place below the known data folder."""
+        """Return the folder that the log names or, if that folder is gone, the same place below the known data
+        folder."""
         place = Path(weights.where)
         if self._data is not None and not place.is_dir():
             return self._data.joinpath("engines", *place.parts[-PLACE_PARTS:])

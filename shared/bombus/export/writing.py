@@ -59,8 +59,8 @@ def write_whole(
 ) -> ExportedFiles:
     """Write a version as a whole model in files of at most `bytes_max`, merging its adapter if it has one.
 
-    The model keeps its stored dtypes; with an adapter, it may be written in `float32` instead. Only one tensor is in
-    memory at a time. Raises `EngineFault` if the files differ from those recorded on the log.
+    The model keeps its stored dtypes; if an adapter is merged, the model may be written in `float32` instead. Only one
+    tensor is in memory at a time. Raises `EngineFault` if the files differ from those recorded on the log.
     """
     assert files.model is not None
     copy_companions(files.model, draft)
@@ -109,7 +109,8 @@ def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
 def _sealed(
     source: TensorFile, tensors: StoredTensors, seal: Callable[[memoryview], None], progress: CopyProgress
 ) -> Iterator[tuple[str, Bits]]:
-    """Yield the tensors of a file, calling `seal` with the bytes of each one before it, and `progress` after it."""
+    """Yield a file's tensors. For each one, call `seal` with its bytes before yielding it, and `progress`
+    afterwards."""
     total = sum(head.bytes for head in _heads(source, ""))
     done = 0
     for name, bits in tensors:

@@ -11,8 +11,8 @@ V = TypeVar("V")
 def trim(kept: dict[K, V], limit: int) -> None:
     """Drop the oldest entries beyond `limit`, an eighth of them at a time.
 
-    Dropping them one by one would be slow: to find the first entry of a dict, Python steps over the deleted ones before
-    it.
+    Dropping them one by one would be slow: to find a dict's first entry, Python has to step over all deleted entries
+    before it.
     """
     if len(kept) > limit + limit // 8:
         for key in list(islice(kept, len(kept) - limit)):

@@ -24,8 +24,8 @@ def keep(kept: list[StepCompleted], done: StepCompleted, most: int) -> list[Step
 
 
 def leave(left: list[LeftRun], config: str, kept: list[StepCompleted]) -> list[LeftRun]:
-    """Return the ended runs that have left checkpoints, oldest first, after a run has ended with the checkpoints
-    `kept`."""
+    """Return the ended runs that have left checkpoints, oldest first, including the run that has just ended with the
+    checkpoints `kept`."""
     if not kept:
         return left
     return [*left, LeftRun(config=config, checkpoints=tuple(kept))][-RUNS_KEPT:]
@@ -44,7 +44,7 @@ def step_of(engine: str, begins: Beginning) -> StepCompleted:
 
 
 def goes_on(begins: Beginning, run: int, started: EngineStarted | None) -> bool:
-    """Return whether a new run continues `run`, the previous one: from its beginning or one of its checkpoints."""
+    """Return whether a new run continues the previous run, `run`, from its beginning or from one of its checkpoints."""
     before = None if started is None else started.begins
     return begins.run == run or (before is not None and before.checkpoint == begins.checkpoint)
 

@@ -1,8 +1,8 @@
 """Collection methods: when a batch is complete, which episodes it contains, and which progress is shown.
 
-`BATCH_METHODS`, at the end, declares each method once; no other code distinguishes methods. The functions of a method
-depend only on the pool (ended training episodes) and the open episodes, and on the time only to tell which clients are
-active.
+`BATCH_METHODS`, at the end, declares each method once; no other code distinguishes methods. The methods' functions
+depend only on the pool (ended training episodes) and the open episodes. They use the time only to tell which clients
+are active.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from bombus.hive.state import ACTIVE_S, Completed, EngineState
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How full the pool is, in the measures of all methods."""
+    """How full the pool is, by every method's measures."""
 
     episodes: int
     tasks: int
@@ -28,8 +28,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of a batch. Methods by agreement take the whole pool, but the swarm contract shows these sizes for them
-    too."""
+    """The size of a batch. Methods that rely on the clients' agreement take the whole pool, but the swarm contract
+    shows these sizes for them too."""
 
     episodes: int  # pacing counts only batches of at least this many
     tasks: int
@@ -37,7 +37,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """One measure of collection and its target, or 0 if the method sets none.
+    """A measure of collection, and its target (0 if the method sets none).
 
     `decides` marks the measure that the engine's method waits for.
     """
@@ -58,19 +58,20 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 class BatchMethod(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that distinguishes one collection method from the others, as pure functions.
 
-    `completed_ns` and `most_batches` are called only in asynchronous runs, which refuse methods by agreement.
+    `completed_ns` and `most_batches` are called only in asynchronous runs, which refuse methods that rely on the
+    clients' agreement.
     """
 
     is_by_agreement: bool  # whether clients say when a batch is complete
     counts_tasks: bool  # whether a batch needs episodes of `batch_size` different tasks
-    needs_signal: bool  # whether only tasks whose rewards differ count
+    needs_signal: bool  # whether tasks count only if their rewards differ
     enough: Callable[[EngineState, Collection, int], bool]  # whether the pool has enough for a batch, at a time in ns
     completed_ns: Callable[[EngineState], int]  # when the pool's first batch became complete
     select: Callable[[EngineState], Selection]
     targets: Callable[[Collection], Targets]
     measures: Callable[[Targets, Progress], tuple[Measure, ...]]  # in display order
-    # The most batches that the pool can form together with open episodes, which are given as counts by task and as the
-    # number that fit any task.
+    # The most batches that the pool and the open episodes can form together. The open episodes are given as counts by
+    # task, and as the number that fit any task.
     most_batches: Callable[[EngineState, Counter[str], int], int]
 
 
@@ -98,7 +99,7 @@ def pick(group: list[Completed], size: int) -> list[Completed]:
 
 
 def tasks(engine: EngineState) -> Iterator[list[Completed]]:
-    """Yield the pool's episodes of each task. Tasks are in the order in which their first episodes ended."""
+    """Yield the pool's episodes, task by task. Tasks are in the order in which their first episodes ended."""
     for episodes in engine.by_task.values():
         yield [engine.pool[episode] for episode in episodes]
 
@@ -275,8 +276,8 @@ def _most_of_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> in
 
 
 def _most_of_non_dummy_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> int:
-    """Return the most batches that can be formed without the full groups whose rewards are all equal: no batch takes
-    those."""
+    """Return the most batches that can be formed without the full groups whose rewards are all equal, since no batch
+    takes such groups."""
     size = engine.collection.num_repeat
     groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
     pooled = Counter({group[0].task: len(group) for group in groups})
@@ -294,8 +295,8 @@ def _can_make(batches: int, sizes: Counter[int], unnamed: int, rules: Collection
     """Return whether `batches` batches can be formed.
 
     `sizes` maps a number of episodes to the number of tasks that have that many; `unnamed` episodes fit any task. A
-    batch has at most one group of each task. Groups that lack the fewest episodes are filled first, then new groups are
-    begun.
+    batch has at most one group for each task. Groups that lack the fewest episodes are filled first, then new groups
+    are begun.
     """
     repeat = rules.num_repeat
     complete = sum(count * min(batches, size // repeat) for size, count in sizes.items())
@@ -379,9 +380,9 @@ def enough(engine: EngineState, now_ns: int) -> bool:
 
 
 def completed_ns(engine: EngineState) -> int:
-    """Return when the pool first held what the method requires. Call it only if `enough` returns true.
+    """Return when the pool first held what the method requires. Call this only if `enough` returns true.
 
-    Methods by agreement have no such time.
+    Methods that rely on the clients' agreement have no such time.
     """
     return BATCH_METHODS[engine.collection.method].completed_ns(engine)
 
@@ -389,15 +390,15 @@ def completed_ns(engine: EngineState) -> int:
 def select(engine: EngineState) -> Selection:
     """Select exactly what the method requires; the rest stays in the pool for the next batch.
 
-    Call it once `enough` has returned true; until then the pool only grows. Episodes or groups that were complete first
-    are selected first. In an asynchronous run, those with the oldest tokens come first, because they would be too old
-    for a later batch.
+    Call this only once `enough` has returned true; until then the pool only grows. Episodes or groups that were
+    complete first are selected first. In an asynchronous run, those with the oldest tokens come first, because they
+    would be too old for a later batch.
     """
     return BATCH_METHODS[engine.collection.method].select(engine)
 
 
 def measures(engine: EngineState, now_ns: int) -> tuple[Measure, ...]:
-    """Return how far the pool is from holding the next batch, in the measures of the engine's method."""
+    """Return how close the pool is to holding the next batch, by the measures of the engine's method."""
     rules = engine.collection
     method = BATCH_METHODS[rules.method]
     return method.measures(method.targets(rules), progress(engine, now_ns))

@@ -7,8 +7,8 @@ from typing import Any
 
 KEY_PREFIX = "sk-bombus-"  # the beginning of an episode's key
 SECRET_MARK = "."  # separates the name from the secret; neither contains it
-REWARD_MAX = 1e9  # limit of its absolute value, so that squares of gradients stay far within float32
-METADATA_BYTES_MAX = 64 << 10  # limit of an episode's metadata and metrics together
+REWARD_MAX = 1e9  # limit on the absolute value, which keeps squares of gradients far within float32
+METADATA_BYTES_MAX = 64 << 10  # limit on the total size of an episode's metadata and metrics
 
 
 def without_secret(claimed_id: str) -> str:
@@ -21,7 +21,7 @@ SHOWN_CHARACTERS = 100
 
 
 def reward_number(value: object) -> float:
-    """Convert a reward to a float. Raises `ValueError` if it is not a number; a string is not.
+    """Convert a reward to a float. Raises `ValueError` if it is not a number; strings do not count as numbers.
 
     The result may be infinite, NaN, or larger than the hive accepts.
     """

@@ -1,4 +1,4 @@
-"""The kinds of failure of an episode: one closed vocabulary for all reporters, the log and the status."""
+"""The ways in which an episode can fail: one closed vocabulary for all reporters, the log and the status."""
 
 from enum import StrEnum
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class FailureKind(StrEnum):
-    """What made an episode fail. An episode that used up a budget may still end with a reward; any other failed episode
-    may not."""
+    """What made an episode fail. An episode that used up a budget may still end with a reward; an episode that failed
+    in any other way may not."""
 
     MODEL = "model"
     TOOL = "tool"

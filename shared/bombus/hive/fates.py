@@ -38,9 +38,9 @@ class Fate(StrEnum):
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a step did with the sampled tokens of its batch.
 
-    `episodes` has how many of an episode's tokens had each of `fates`, and `weights` the weight in the loss of each of
-    its trained tokens, in the step's first epoch. `left_out` says why an episode was left out as a whole. `data` is the
-    digest of what was trained on: tokens, masks, the sampler's logprobs, advantages and weights.
+    `episodes` says how many of each episode's tokens had each of the `fates`, and `weights` has the loss weight of each
+    of its trained tokens in the step's first epoch. `left_out` says why an episode was left out as a whole. `data` is
+    the digest of what was trained on: tokens, masks, the sampler's logprobs, advantages and weights.
     """
 
     fates: tuple[Fate, ...] = ()

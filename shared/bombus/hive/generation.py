@@ -2,7 +2,7 @@
 
 `POST /generate` takes a msgpack `Generate` and answers with frames. Each frame is a little-endian uint32 length,
 followed by a msgpack `Tokens`, `PromptScores`, `Finished` or `Fault`. Closing the connection aborts the request. A
-gateway sends the key for replicas as `Authorization: Bearer KEY`.
+gateway sends the key that replicas accept as `Authorization: Bearer KEY`.
 """
 
 import struct
@@ -25,7 +25,8 @@ def replica_key(secret: bytes) -> str:
 
 
 class CallShape(msgspec.Struct, frozen=True, array_like=True):
-    """A tool call as the model writes it: `head` with the tool's name, then arguments as JSON that matches `schema`."""
+    """A tool call as the model writes it: `head`, with the tool's name, and then arguments as JSON that matches
+    `schema`."""
 
     head: str
     schema: str
@@ -36,7 +37,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `schema`, if given, is the schema of the JSON; schemas are JSON Schema, as JSON text. Tool calls are written as
     `opens`, one of `calls`, any further calls each preceded by `between`, and `closes`; without `between`, only one
-    call is allowed. Reasoning may come first. It begins with `thinks` (or, if that is empty, in the prompt) and ends
+    call is allowed. Reasoning may come first. It begins with `thinks` (or in the prompt, if `thinks` is empty) and ends
     with `thought`.
     """
 
@@ -53,12 +54,12 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request to generate. `prompt` is int32 token ids.
 
     With `stream` false, each choice is sent in as few frames as its versions allow. `traceparent` is the trace (W3C
-    trace context). A replica refuses the request if it serves another run than `run`, or if it cannot enforce the
+    trace context). A replica refuses the request if it serves a run other than `run`, or if it cannot enforce the
     `constraint`.
 
-    `adapter` is the address of a LoRA adapter, the SHA-256 of its `adapter_model.safetensors` in hex; "" is the
-    engine's own policy. A replica that does not have the adapter answers `unknown_model`; `POST /adapters` sends it
-    there.
+    `adapter` is the address of a LoRA adapter, the SHA-256 of its `adapter_model.safetensors` in hex; "" means the
+    engine's own policy. A replica that does not have the adapter answers `unknown_model`; the adapter can then be sent
+    to it with `POST /adapters`.
 
     With `prompt_logprobs` the prompt is scored too, and `top_prompt` alternatives are reported for each of its tokens.
     A `max_tokens` of 0 then means that nothing is generated; otherwise 0 means no limit. With `plain_logprobs`, the
@@ -91,7 +92,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     choice: int = 0
     version: int
     tokens: bytes  # int32
-    logprobs: bytes  # float32, under the distribution that was sampled from
+    logprobs: bytes  # float32, under the distribution from which the tokens were sampled
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
@@ -102,7 +103,8 @@ class PromptScores(
 
     They are sent once, before any frame of choice 0, with at most `SCORES_A_FRAME_MAX` tokens in a frame. The logprob
     of the prompt's first token is NaN, because no token precedes it. `top_tokens` and `top_logprobs` have `width`
-    alternatives for each token, the most likely first; for the first token they are token 0 and NaN.
+    alternatives for each token, the most likely first. For the first token, every alternative is token 0 with the
+    logprob NaN.
     """
 
     start: int = 0

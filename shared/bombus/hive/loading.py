@@ -6,7 +6,7 @@ from bombus.hive.state import EngineState, Replica
 def awaited(engine: EngineState) -> list[str]:
     """Return the replicas that the run is still waiting for.
 
-    It waits for those that had joined when the weights were ready, except those in quarantine.
+    The run waits for the replicas that had joined when the weights were ready, except those in quarantine.
     """
     weights = engine.weights
     if weights is None:
@@ -24,6 +24,6 @@ def all_loaded(engine: EngineState) -> bool:
 
 
 def loading_since_ns(engine: EngineState, replica: Replica) -> int:
-    """Return the time from which a replica could have loaded the newest weights. It has `sync_s` from then."""
+    """Return the time from which a replica could have loaded the newest weights. The replica has `sync_s` from then."""
     ready_ns = 0 if engine.weights is None else engine.weights.at_ns
     return max(ready_ns, engine.phase_since_ns, replica.joined_ns)

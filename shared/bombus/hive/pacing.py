@@ -2,8 +2,8 @@
 
 Step s trains version s - 1, so a token of version v has the age s - 1 - v when it is trained on. Two kinds of batches
 come before an episode that is claimed now: those whose weights no call uses yet, and those that the pool and the open
-episodes can still form. Together, their number is the age that the episode's samples will have, unless the episode
-takes longer than the others.
+episodes can still form. The number of batches of both kinds is the age that the episode's samples will have, unless the
+episode takes longer than the others.
 
 If ended episodes become rollout groups, the queued groups come before the episode too, and the limit is
 `max_carry_staleness`.
@@ -24,7 +24,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """The batches that come before an episode claimed now, and why the claim must wait ("" if it need not)."""
 
     unfinished: int  # sealed batches whose weights replicas do not serve yet, or which an outside trainer does not have
-    sealable: int  # how many more can be formed at most from the pool, open episodes and queued rollout groups
+    sealable: int  # the most batches that the pool, open episodes and queued rollout groups can still form
     max_staleness: int  # the limit: max_carry_staleness if episodes become rollout groups
     waits: str
 
@@ -32,8 +32,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
     """Return the replicas that may answer a call: not quarantined, and with sufficiently recent weights of this run.
 
-    Their version may be at most `max_staleness` older than the newest. For a call of an open episode, it must also be
-    no older than the version served when the episode was claimed.
+    A replica's version may be at most `max_staleness` older than the newest. For a call of an open episode, it must
+    also be no older than the version served when the episode was claimed.
     """
     oldest = max(0, engine.version - engine.collection.max_staleness)
     claimed = engine.open.get(episode)
@@ -59,8 +59,8 @@ def oldest_usable(engine: EngineState) -> int:
 def last_chances(engine: EngineState) -> list[Episode]:
     """Return the open episodes that can be in the next batch but not in a later one: a complete batch waits for them.
 
-    If no call of an episode has been recorded, it counts with the version at its claim, because a call of that age may
-    be in flight.
+    If no call of an episode has been recorded, the episode counts with the version at its claim, because a call of that
+    age may be in flight.
     """
     last = oldest_usable(engine)
     return [
@@ -73,15 +73,16 @@ def last_chances(engine: EngineState) -> list[Episode]:
 
 
 def held_since_ns(engine: EngineState) -> int:
-    """Return since when a complete batch has been waiting for its `last_chances`. It waits for at most `drain_s`."""
+    """Return the time since which a complete batch has been waiting for its `last_chances`. It waits for at most
+    `drain_s`."""
     return max(completed_ns(engine), 0 if engine.weights is None else engine.weights.at_ns)
 
 
 def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | None:
     """Return the pace for a claim of `count` training episodes, or None if training is synchronous.
 
-    No claim waits forever. When no episode is open, every batch that the pool can form has been sealed; once these
-    batches are trained on, the next claim is granted, whatever its size.
+    No claim waits forever. When no episode is open, every batch that the pool can form has already been sealed. Once
+    those batches are trained on, the next claim is granted, whatever its size.
     """
     if engine.groups_episodes:
         return _pace_of_groups(engine, count, task_hint)
@@ -114,7 +115,8 @@ def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
     """Return the pace for a run in which ended episodes become rollout groups.
 
     No claim waits forever for groups that fit no batch: the queue counts in full only while it is going to get shorter.
-    That is so while a batch can be formed from it, is being trained on, or has not reached its outside trainer.
+    That is the case while a batch can be formed from the queue, is being trained on, or has not reached its outside
+    trainer.
     """
     bound, handed = engine.collection.max_carry_staleness, engine.trajectories.batch
     unfinished = max(0, engine.step - engine.version) + (handed is not None and not handed.delivered)

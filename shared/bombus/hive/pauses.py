@@ -1,4 +1,4 @@
-"""The time for which a coordinator has led. Deadlines count only this time (R5)."""
+"""How long coordinators have led the hive. Deadlines count only this time (R5)."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import msgspec
 
 TICK_NS = 1_000_000_000  # the interval between a leader's ticks, and the time that each tick accounts for
 LATE_NS = 2_000_000_000  # a longer interval between two ticks means that no coordinator led in between
-PAUSES_KEPT = 1_000  # a deadline that began before all of these counts only from the end of the oldest
+PAUSES_KEPT = 1_000  # a deadline that began before the oldest of these counts only from the end of that pause
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True):

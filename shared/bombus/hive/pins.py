@@ -1,8 +1,9 @@
-"""The bytes that each holder pins in the stream `calls`: they cannot be purged while its episodes need them (R12).
+"""The bytes that each holder pins in the stream `calls`: they cannot be purged while the holder's episodes need them
+(R12).
 
 A holder is a key, or all clients without a named key. Each holder's calls have a subject of their own, which is purged
 up to the claim of the holder's oldest episode that still needs its calls. An episode therefore pins every call that its
-holder has stored since the episode's claim, even those no longer needed, but no other holder's calls.
+holder has stored since the episode's claim, even calls that are no longer needed, but no other holder's calls.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from bombus.hive.shares import has_share_of_stream
 class Pin(msgspec.Struct, frozen=True, array_like=True):
     """The claim of an episode, at which its holder had stored `bytes` bytes of calls.
 
-    All calls of the episode are at or after the sequence `calls_from` in the stream.
+    All calls of the episode are at or after the sequence number `calls_from` in the stream.
     """
 
     calls_from: int
@@ -24,19 +25,20 @@ class Pin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldCalls(msgspec.Struct):
-    """The calls of one holder on an engine. `pins` has the episodes that still need their calls, in order of claim."""
+    """One holder's calls on an engine. `pins` has the episodes that still need their calls, in the order of their
+    claims."""
 
     bytes: int = 0  # total size of all noted calls, including late ones
     pinned: int = 0  # the bytes that cannot be purged
     pins: dict[str, Pin] = {}
 
     def floor(self, newest_call: int) -> int:
-        """Return the sequence below which none of the holder's calls are needed any more."""
+        """Return the sequence number below which none of the holder's calls are needed any more."""
         return min((pin.calls_from for pin in self.pins.values()), default=newest_call)
 
 
 class StoredCalls(msgspec.Struct):
-    """The calls of an engine by holder, and how many bytes all holders together pin."""
+    """An engine's calls by holder, and how many bytes all holders together pin."""
 
     holders: dict[str, HeldCalls] = {}
     pinned: int = 0
@@ -81,7 +83,7 @@ class StoredCalls(msgspec.Struct):
 
 
 def why_no_share(pinned: Mapping[str, int], holder: str, size: int, more: int = 1) -> str:
-    """Return why a holder may not pin `more` bytes of a stream of `size` bytes, or "" if it may."""
+    """Return why a holder may not pin `more` bytes of a stream of `size` bytes, or "" if the holder may."""
     if has_share_of_stream(pinned, holder, size, more):
         return ""
     return (

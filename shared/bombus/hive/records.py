@@ -20,7 +20,8 @@ BODY_PARTS_MAX = 1024
 
 
 def digest(body: bytes) -> bytes:
-    """Return the 16-byte blake2b digest that a reference contains, to check the bytes found at its place (R6)."""
+    """Return the 16-byte blake2b digest that a reference contains in order to check the bytes found at its place
+    (R6)."""
     return hasher(body).digest()
 
 
@@ -46,7 +47,7 @@ def unpack_logprobs(packed: bytes) -> list[float]:
 
 
 class CallRef(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a call record in the `calls` stream. A sequence alone does not identify a record: see R6."""
+    """The place of a call record in the `calls` stream. A sequence number alone does not identify a record: see R6."""
 
     seq: int
     id: str
@@ -65,7 +66,8 @@ class BodyRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def first(self) -> int:
-        """Return the lowest sequence. The parts may be out of order, because a part can be resent after a later one."""
+        """Return the lowest sequence number. The parts may be out of order, because a part can be resent after a later
+        one."""
         return min(self.seqs)
 
 
@@ -126,8 +128,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion. `tokens` (int32) and `logprobs` (float32) have one entry for each token.
 
-    If `finish` is `length`, `limit` is the `LengthLimit` that ended it. `reasoning_tokens` counts the tokens of the
-    model's reasoning. Records from earlier versions have neither of these fields.
+    If `finish` is `length`, `limit` is the `LengthLimit` that ended the completion. `reasoning_tokens` counts the
+    tokens of the model's reasoning. Records from earlier versions have neither of these fields.
     """
 
     tokens: bytes
@@ -139,8 +141,8 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_tokens: int = 0
 
     def was_cut(self, tokens_max: int) -> bool:
-        """Return whether a limit other than the request's own cut it off; if `limit` is unknown, whether it has
-        `tokens_max` tokens."""
+        """Return whether a limit other than the request's own cut off the choice. If `limit` is unknown, return whether
+        the choice has `tokens_max` tokens."""
         if self.finish != FinishReason.LENGTH:
             return False
         if self.limit:
@@ -162,7 +164,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_field="kind", omit_defaults=True):
     """One model call of an episode, as stored in the `calls` stream.
 
-    With the setting `record_samples`, it can also be a training client's samples. Its `episode` is then "".
+    With the setting `record_samples`, a record can also contain a training client's samples. Its `episode` is then "".
 
     The prompt is the parent call's prompt, followed by the tokens of the parent's choice `parent_choice`, followed by
     `prompt_tail`; without a parent it is `prompt_tail` alone. An episode of n turns therefore stores O(n) tokens.
@@ -190,10 +192,10 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     # The purpose of a call that the harness made for itself, outside the task, such as `title`.
     auxiliary_call: str = msgspec.field(default="", name="side_call")
     overridden: tuple[str, ...] = ()  # fields that were not applied as the client sent them, such as `temperature`
-    # The request fields that constrained every token of its answers, such as `response_format`. The logprobs are then
-    # those under the distribution over the allowed tokens.
+    # The request fields that constrained every token of the call's answers, such as `response_format`. The logprobs are
+    # then those under the distribution over the allowed tokens.
     constrained: tuple[str, ...] = ()
-    sampler: str = ""  # the address of the adapter that sampled it; "": the engine's own policy, or the base
+    sampler: str = ""  # the address of the adapter that sampled it, or "" for the engine's own policy or the base
 
     def completion_tokens(self) -> int:
         return sum(len(choice.tokens) // 4 for choice in self.choices)
@@ -204,9 +206,9 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     def was_cut(self, turn_tokens_max: int, model_len_max: int) -> bool:
         """Return whether a choice was cut off at a limit of its job, its model or its replica.
 
-        A choice that ended at a smaller `max_tokens` of its request is as long as intended. Records from earlier
-        versions do not say which limit applied: for those, the job's limits on a turn and on prompt and completion
-        together decide.
+        A choice that ended at a smaller `max_tokens` in its request is as long as intended. Records from earlier
+        versions do not say which limit applied: for those, the job's limits decide, both the one on a turn and the one
+        on prompt and completion together.
         """
         tokens_max = min(turn_tokens_max, model_len_max - self.prompt_tokens)
         return any(choice.was_cut(tokens_max) for choice in self.choices)
@@ -223,7 +225,7 @@ def encode_record(record: CallRecord) -> bytes:
 def decode_record(body: bytes, ref: CallRef | None = None) -> CallRecord:
     """Decode a record. With `ref`, check that it is the record that `ref` points to.
 
-    Raises `LogCorrupted` if its digest or id differs, or if the bytes are not a call record.
+    Raises `LogCorrupted` if the record's digest or id differs, or if the bytes are not a call record.
     """
     if ref is not None and digest(body) != ref.digest:
         raise LogCorrupted(f"call {ref.id} at {ref.seq}: the digest of the stored record differs from the reference's")

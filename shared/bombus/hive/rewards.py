@@ -7,7 +7,7 @@ SPREAD_MIN = 1e-6  # rewards that differ by less count as equal
 
 
 def differ(rewards: Iterable[float]) -> bool:
-    """Return whether any two of these rewards differ, and so give advantages. False for a single reward.
+    """Return whether any two of these rewards differ, and so give advantages. Returns False for a single reward.
 
     A reward that is not finite differs from all others, so that it shows in the advantages instead of being left out.
     """
@@ -20,8 +20,8 @@ def rewards_by_turn(
 ) -> list[dict[int, float]]:
     """Return, for each turn, the rewards of the episodes that reached it, by the episodes' indices in their group.
 
-    In an episode without call rewards, each call gets the reward of the episode; `calls` is the number of calls in
-    each.
+    In an episode without call rewards, each call gets the reward of the episode; `calls` has the number of calls in
+    each episode.
     """
     spread = [
         [reward] * count if given is None else given

@@ -1,7 +1,7 @@
 """Fair sharing of limited resources between keys, so that no key can crowd out the others.
 
-The name of its key identifies a holder: "" for all keys without a name, `ADMIN` for the hive's admin key. Any other
-names are chosen by clients, so a client could use them to get as many shares as it likes.
+A holder is identified by the name of its key: "" for all keys without a name, and `ADMIN` for the hive's admin key. Any
+other names are chosen by clients, so a client could use them to get as many shares as it likes.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TypeVar
 
 ADMIN = "/admin"  # cannot be the name of a key
-IMPORTED = "/imported"  # not the name of a key either: the holder of an imported log's calls, whose messages name none
+IMPORTED = "/imported"  # also not the name of a key: it holds an imported log's calls, whose messages name no holder
 SHARED = 0.75  # fraction of a stream that is shared freely; the rest admits new holders and lets open work finish
 
 K = TypeVar("K")
@@ -26,7 +26,8 @@ def has_share(held: Mapping[str, int], holder: str, limit: int, more: int = 1) -
     """Return whether a holder may take `more` of a resource of which all holders together may have `limit`.
 
     Any holder may take what is free. Once nothing is free, each holder may still have its share: the limit divided by
-    the number of holders that have any. So no holder is locked out, but the total may exceed the limit for a while.
+    the number of holders that have any of the resource. So no holder is locked out, but the total may exceed the limit
+    for a while.
     """
     if sum(held.values()) + more <= limit:
         return True
@@ -49,7 +50,7 @@ def surplus(kept: Mapping[K, V], limit: int, holder_of: Callable[[V], str]) -> l
     """Return the keys of the entries to drop: the oldest entries of the holders that have the most, as in
     `trim_fairly`.
 
-    Empty until `limit` is exceeded by more than an eighth.
+    There are none until `limit` is exceeded by more than an eighth.
     """
     if len(kept) <= limit + limit // 8:
         return []
@@ -64,7 +65,7 @@ def surplus(kept: Mapping[K, V], limit: int, holder_of: Callable[[V], str]) -> l
 
 
 def _level(amounts: list[int], limit: int) -> int:
-    """Return the cap for these ascending amounts that keeps their sum within the limit."""
+    """Return the cap that, applied to each of these ascending amounts, keeps their sum within the limit."""
     left = limit
     for index, amount in enumerate(amounts):
         others = len(amounts) - index

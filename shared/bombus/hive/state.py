@@ -66,7 +66,7 @@ class Episode(msgspec.Struct, kw_only=True):
     version: int
     task_hint: str = ""
     calls: list[NotedCall] = []
-    calls_from: int = 0  # all its calls are at or after this sequence of `calls` (see the coordinator's retention.py)
+    calls_from: int = 0  # no call is before this sequence number in `calls` (see the coordinator's retention.py)
     last_call_ns: int = 0
     owner: str = ""  # the name of its client's key
     admin: bool = False  # whether that key is the hive's admin key
@@ -82,7 +82,7 @@ class Episode(msgspec.Struct, kw_only=True):
 
     @property
     def active_ns(self) -> int:
-        """Return when the log last showed activity: the episode's last call, or its claim."""
+        """Return the time of the last activity that the log shows: the episode's last call, or its claim."""
         return max(self.claimed_ns, self.last_call_ns)
 
     def complete_calls(self) -> list[NotedCall]:
@@ -96,7 +96,7 @@ class Episode(msgspec.Struct, kw_only=True):
 class Completed(msgspec.Struct, kw_only=True, frozen=True):
     """An ended training episode that is waiting in the pool. `sampler` is the saved model from which it was sampled.
 
-    `owner` is the name of its client's key.
+    `owner` is the name of the client's key.
     """
 
     episode: str
@@ -114,8 +114,8 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def holder(self) -> str:
-        """Return the holder whose share of the pool the episode uses: its key's name or, if the key has no name, its
-        client."""
+        """Return the holder whose share of the pool the episode uses: the name of its client's key or, if the key has
+        no name, the client."""
         return self.owner or self.client
 
 
@@ -137,11 +137,11 @@ class Replica(msgspec.Struct, kw_only=True):
     joined_ns: int
     run: int = 0
     version: int = -1
-    sequence_tokens: int = 0  # the longest sequence that it serves, 0 if it does not say
+    sequence_tokens: int = 0  # the longest sequence that it serves, or 0 if it does not say
     constrains: bool = False  # whether it supports structured output
-    quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and the run does not wait for it
-    canary: ev.CanaryCheck | None = None  # of the version that it serves
-    canary_worst: ev.CanaryCheck | None = None  # the largest difference of a run, and its version
+    quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and why the run does not wait for it
+    canary: ev.CanaryCheck | None = None  # the check of the version that it serves
+    canary_worst: ev.CanaryCheck | None = None  # the check with the largest difference in this run
     canary_worst_version: int = -1
 
 
@@ -169,7 +169,8 @@ class RewardStats(msgspec.Struct):
 class EvalFigures(RewardStats):
     """Figures for evaluation episodes whose tokens were all sampled by one policy version.
 
-    `mixed` counts episodes that were claimed at that version but have tokens of several. No mean includes both kinds.
+    `mixed` counts episodes that were claimed at that version but have tokens of several versions. No mean includes both
+    kinds of episodes.
     """
 
     mixed: RewardStats = msgspec.field(default_factory=RewardStats)
@@ -214,7 +215,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     until_served: bool = False  # whether a suspended run resumes automatically once a replica serves `weights`
     suspensions: int = 0  # how often this run has been suspended
     rest_wanted: bool = False  # whether the trainer of an operations run was asked to free its memory
-    asleep: bool = False  # whether the trainer has reported its memory free, and not yet its models restored
+    asleep: bool = False  # whether the trainer reported its memory free, but has not yet reported its models restored
     rest_since_ns: int = 0  # when sleep or waking was last requested
     resumed_ns: int = 0  # when the operator last resumed the run, or its trainer last woke up
     configured: ev.EngineConfigured | None = None  # the latest configuration
@@ -234,7 +235,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     pool: dict[str, Completed] = {}  # in order of completion
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
-    newest_call: int = 0  # the sequence of the call noted last, in any run
+    newest_call: int = 0  # the sequence number of the call noted last, in any run
     calls: StoredCalls = msgspec.field(default_factory=StoredCalls)  # calls of all runs
     batch: ev.BatchReady | None = None  # the sealed batch whose step is not completed; its episodes include their calls
     steps: list[SealedStep] = []  # steps that may have to be repeated, oldest first
@@ -245,7 +246,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     trainer: str = ""  # "" until the first trainer has opened the run, and after a trainer has stalled
     trainer_epoch: int = 0
     trainer_since_ns: int = 0
-    trainer_patience_s: float = 0.0  # silence after which the trainer counts as gone; 0 if it gave no time
+    trainer_patience_s: float = 0.0  # silence after which the trainer counts as gone, or 0 if the trainer gave no time
     stalled: ev.TrainerStalled | None = None  # why there is no trainer
     trainers_lost: int = 0  # trainers replaced in a row while the run waited for the same step or weights
     openings: dict[str, int] = {}  # the epochs of trainers that opened this run, by the id of their command
@@ -273,12 +274,12 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def serves_operations(self) -> bool:
-        """Return whether an operations run is active, which has the models of training clients on a base model."""
+        """Return whether an operations run, which builds training clients' models on a base model, is active."""
         return self.clients_take_episodes and self.phase != Phase.OFFLINE
 
     @property
     def has_policy(self) -> bool:
-        """Return whether a run is active that has a job's model, which replicas serve."""
+        """Return whether a run with a job's model, which replicas serve, is active."""
         started = self.started
         return started is not None and not started.base and started.config_digest != "" and self.phase != Phase.OFFLINE
 
@@ -353,7 +354,8 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def waits_for_operator(self) -> bool:
-        """Return whether the run can continue only by its operator's command. A replica may end other suspensions."""
+        """Return whether the run can continue only if its operator gives a command. A replica may end other
+        suspensions."""
         return bool(self.suspended) and not self.until_served
 
     @property
@@ -374,29 +376,29 @@ class EngineState(msgspec.Struct, kw_only=True):
         return max(self.version, self.begun)
 
     def checkpoints_left(self) -> list[LeftRun]:
-        """Return the runs that have left checkpoints, oldest first, including this one."""
+        """Return the runs that have left checkpoints, oldest first, including the current one."""
         return leave(self.left, "" if self.active is None else self.active.config, self.kept)
 
     def lacks_format(self, run: int, found: ConversationFormat) -> bool:
         """Return whether this conversation format is not yet recorded for the run, and there is room for it.
 
-        Gateways report formats that the run lacks, and the coordinator records them, so the reports come to an end. (If
-        each gateway's newest report were recorded, two gateways that disagree and keep restarting would add events
+        Gateways report formats that the run lacks, and the coordinator records them, so the reports eventually stop.
+        (If each gateway's newest report were recorded, two gateways that disagree and keep restarting would add events
         forever.)
         """
         is_current = run == self.run and self.phase != Phase.OFFLINE
         return is_current and len(self.formats) < FORMATS_MAX and all(each.format != found for each in self.formats)
 
     def episode_number(self, episode: str) -> int | None:
-        """Return the number in an episode id of this engine's current run, or None for any other id."""
+        """Return the episode number in an id that belongs to this engine's current run, or None for any other id."""
         stem, _, number = episode.rpartition("-")
         if stem != f"{self.name}-{self.run}" or not number.isdigit():
             return None
         return int(number)
 
     def is_over(self, episode: str) -> bool:
-        """Return whether this episode is no longer open. False for an id of the current run that has not been claimed
-        yet."""
+        """Return whether this episode is no longer open. Returns False for an id of the current run that has not been
+        claimed yet."""
         if episode in self.open:
             return False
         number = self.episode_number(episode)
@@ -425,7 +427,7 @@ class Hive(msgspec.Struct, kw_only=True):
     aside: list[ev.MessageDeadLettered] = []  # the newest messages that could not be decided
     uncompacted: str = ""  # why the log could not be compacted, "" if it could
     went_back: dict[str, ev.StreamWentBack] = {}  # the latest loss of each stream's end, by stream
-    released: int = 0  # messages before this sequence of the stream `ops` may be purged
+    released: int = 0  # messages before this sequence number in the stream `ops` may be purged
     trajectories_released: int = 0  # the same for the stream `trajectories`
     calls_bytes_max: int = 0  # the limit of the stream `calls` when this epoch began, 0 if it has none
     trajectories_bytes_max: int = 0  # the same for the stream `trajectories`
@@ -452,14 +454,14 @@ class Hive(msgspec.Struct, kw_only=True):
         return found
 
     def why_no_calls(self, holder: str, more: int = 1) -> str:
-        """Return why a holder may not store `more` bytes of calls, or "" if it may."""
+        """Return why a holder may not store `more` bytes of calls, or "" if the holder may."""
         size = self.calls_bytes_max
         if not size or sum(engine.calls.pinned for engine in self.engines.values()) + more <= SHARED * size:
             return ""
         return why_no_share(self.pinned_calls(), holder, size, more)
 
     def why_no_groups(self, holder: str, more: int = 1) -> str:
-        """Return why a holder may not queue `more` bytes of rollout groups, or "" if it may."""
+        """Return why a holder may not queue `more` bytes of rollout groups, or "" if the holder may."""
         size, engines = self.trajectories_bytes_max, self.engines.values()
         if not size or sum([each.trajectories.queue.bytes for each in engines]) + more <= SHARED * size:
             return ""
@@ -473,12 +475,12 @@ class Hive(msgspec.Struct, kw_only=True):
         return found
 
     def groups_released(self, engine: EngineState, holder: str) -> int:
-        """Return the sequence before which the bodies of a holder's rollout groups may have been purged."""
+        """Return the sequence number before which the bodies of a holder's rollout groups may have been purged."""
         kept = engine.trajectories.queue.holders.get(holder)
         return self.trajectories_released if kept is None else max(self.trajectories_released, kept.released)
 
     def released_of_holders(self) -> dict[tuple[str, str], int]:
-        """Return the sequences that were released separately for holders, by engine and holder."""
+        """Return the sequence numbers that were released separately for holders, by engine and holder."""
         return {
             (name, holder): kept.released
             for name, engine in self.engines.items()

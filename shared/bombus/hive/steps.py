@@ -8,15 +8,15 @@ from bombus.hive.events import BatchReady, StepCompleted
 
 IDLE_S, IDLE_S_MAX = 240.0, 3600.0  # bounds of the idle limit of an episode whose client gives none
 IDLE_STEPS = 2.0  # that limit as a multiple of the longest step
-STEPS_APART = 100  # the most between two checkpoints: batches after the older one are kept, with their calls
+STEPS_APART = 100  # the most steps between two checkpoints: batches after the older one are kept, with their calls
 STEPS_KEPT = 2 * STEPS_APART + 2  # includes the outstanding batch
 
 
 class SealedStep(msgspec.Struct, kw_only=True):
     """A step and its batch. `done` is None while the step is outstanding.
 
-    Once the step is `released`, the calls of its episodes may be purged: no run that continues from an earlier step
-    will need them.
+    Once the step is `released`, the calls of its episodes may be purged, because no run that continues from an earlier
+    step will need them.
     """
 
     batch: BatchReady
@@ -45,9 +45,9 @@ def episodes_of(steps: Iterable[SealedStep]) -> Iterator[str]:
 
 
 def up_to(steps: list[SealedStep], checkpoint: str) -> list[SealedStep]:
-    """Return the steps up to the one that left this checkpoint, so that a new run which begins there can repeat them.
+    """Return the steps up to the one that left this checkpoint, so that a new run that begins there can repeat them.
 
-    Empty if there is no older checkpoint among them, or if any of them was never completed.
+    Returns no steps if there is no older checkpoint among them, or if any of them was never completed.
     """
     at = next((number for number, step in enumerate(steps) if step.saved and _left(step, checkpoint)), -1)
     found = steps[: at + 1]
@@ -59,12 +59,12 @@ def _left(step: SealedStep, checkpoint: str) -> bool:
 
 
 def lacking(steps: list[SealedStep]) -> int:
-    """Return how many of the newest steps come after the older of two checkpoints, or after the model as loaded."""
+    """Return how many of the newest steps come after the older of the two checkpoints, or after the model as loaded."""
     return len(steps) - (sum(step.saved for step in steps) > 1)
 
 
 def checkpoints(steps: list[SealedStep]) -> list[StepCompleted]:
-    """Return the steps with the newest checkpoints, the newest first. There are at most two."""
+    """Return the steps that left the newest checkpoints, newest first. There are at most two."""
     return [step.done for step in reversed(steps) if step.done is not None and step.saved]
 
 
@@ -85,9 +85,9 @@ def steps_after(steps: list[SealedStep], checkpoint: int, newest: int) -> list[S
 def idle_limit_s(steps: list[SealedStep]) -> float:
     """Return the idle limit, in seconds, of an episode whose client gives none.
 
-    It is twice the longest of the kept steps, because an agent may be waiting for a service that a step blocks, such as
-    a judge that shares the trainer's GPUs. Before the first step, or if steps are short, it is the swarm contract's
-    limit.
+    The limit is twice the longest of the kept steps, because an agent may be waiting for a service that a step blocks,
+    such as a judge that shares the trainer's GPUs. Before the first step, or if steps are short, the swarm contract's
+    limit applies.
     """
     seconds = [(step.done.at_ns - step.batch.at_ns) / 1e9 for step in steps if step.done is not None]
     return min(max(IDLE_S, IDLE_STEPS * max(seconds, default=0.0)), IDLE_S_MAX)

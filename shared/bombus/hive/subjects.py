@@ -1,4 +1,4 @@
-"""The names used on the bus. Each contains the hive's name, so several hives can share a server (R19)."""
+"""The names used on the bus. Each name contains the hive's name, so several hives can share a server (R19)."""
 
 import re
 from functools import lru_cache
@@ -86,5 +86,5 @@ class Subjects:
 
 
 def _short(name: str) -> str:
-    """Return a hash that stands for a name in a subject, because a name may contain any characters."""
+    """Return a hash to use in a subject in place of a name, because a name may contain any characters."""
     return blake2b(name.encode(), digest_size=8).hexdigest()

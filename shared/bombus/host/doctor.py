@@ -49,7 +49,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def check(what: str, good: bool, detail: str, todo: str = "", needed: bool = True) -> Finding:
-    """Return a finding: ok if `good`, otherwise missing, or optional if it is not `needed`."""
+    """Return a finding: ok if `good`, otherwise missing if `needed`, and optional if not."""
     bad = State.MISSING if needed else State.OPTIONAL
     return Finding(what, State.OK if good else bad, detail, "" if good else todo)
 
@@ -177,7 +177,8 @@ def _environments(needed: Collection[str]) -> Iterator[Finding]:
 
 
 def examine_environment(name: str, needed: bool) -> Finding:
-    """Check that `bombus install` completed this environment, and that it would make it the same way today."""
+    """Check that `bombus install` completed this environment, and that it would make the environment the same way
+    today."""
     folder, what = environments_folder() / name, f"environment {name}"
     made = read_marker(folder)
     if made is None:

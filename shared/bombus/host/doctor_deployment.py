@@ -51,7 +51,7 @@ def longest_sequence(jobs: Jobs) -> int | None:
 
 
 def needed(cluster: Cluster) -> set[str]:
-    """Return the extras and environments that the processes of this machine need."""
+    """Return the extras and environments that this machine's processes need."""
     names = {"server"} if not cluster.nats else set()
     names |= {"gateway"} if cluster.gateway.count else set()
     names |= {"coordinator"} if cluster.coordinator.count else set()
@@ -123,7 +123,8 @@ def _model(name: str, job: RunConfig, may_download: bool) -> Iterator[Finding]:
 
 
 def parameters(path: str) -> int | None:
-    """Return a model's number of parameters, read from its files' headers, or None if it is not on this machine."""
+    """Return a model's number of parameters, read from its files' headers, or None if the model is not on this
+    machine."""
     if path in BUNDLED:
         return BUNDLED[path]
     try:
@@ -157,7 +158,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def engine_needs(name: str, engine: EnginePart, job: RunConfig, size: int) -> list[Need]:
-    """Return how much memory an engine needs whose model has `size` parameters."""
+    """Return how much memory an engine needs if its model has `size` parameters."""
     needs = [
         _serving(f"engine {name}: {part.backend} replica", part, job, size, gpus)
         for part in engine.inference

@@ -1,4 +1,5 @@
-"""Checks whether gateways can use a model's tokenizer and chat template, and whether engine and trainer can compute it.
+"""Checks whether gateways can use a model's tokenizer and chat template, and whether the engine and the trainer can
+compute the model.
 
 The second check uses a tiny model of the same architecture.
 """
@@ -77,7 +78,7 @@ def examine_model(name: str, tokens: int | None = None, given: ModelConfig | Non
         return
     findings = list(_architecture(what, config, miniatures))
     yield from findings
-    if all(finding.state != State.MISSING for finding in findings):  # otherwise its length does not matter
+    if all(finding.state != State.MISSING for finding in findings):  # otherwise the model's length does not matter
         yield _lengths(f"{what}: context", config, tokens, probing)
 
 
@@ -94,7 +95,7 @@ def _lengths(what: str, config: "PretrainedConfig", tokens: int | None, probing:
 
 
 def _architecture(what: str, config: "PretrainedConfig", miniatures: ModuleType) -> Iterator[Finding]:
-    """Let engine and trainer check a tiny model, or yield why transformers cannot make one."""
+    """Have the engine and the trainer check a tiny model, or yield why transformers cannot make one."""
     with tempfile.TemporaryDirectory() as place:
         try:
             miniatures.write_miniature(config, Path(place))

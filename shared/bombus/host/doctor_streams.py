@@ -1,4 +1,4 @@
-"""Checks the NATS servers of a hive and its streams: message sizes, disk space, limits and replicas."""
+"""Checks the NATS servers and streams of a hive: message sizes, disk space, limits and replicas."""
 
 import asyncio
 import shutil
@@ -47,8 +47,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 def examine_streams(cluster: Cluster) -> Iterator[Finding]:
-    """Check the NATS servers that the hive uses or that run here, its replicas, and its streams, or the planned streams
-    if it has none yet."""
+    """Check the NATS servers that the hive uses or that run here, its replicas, and its streams. If the hive has no
+    streams yet, check the planned ones."""
     url_file = Path(cluster.data_dir) / URL_FILE.name
     urls = cluster.nats or (url_file.read_text().strip() if url_file.is_file() else "")
     if not urls:
@@ -150,7 +150,7 @@ def _stream(name: str, state: "StreamState", wanted: StreamLimits) -> Finding:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder that may not exist yet."""
+    """Return the free bytes on the disk that holds a folder. The folder may not exist yet."""
     place = next(place for place in (folder, *folder.parents) if place.exists())
     return shutil.disk_usage(place).free
 

@@ -1,4 +1,4 @@
-"""Creates the environments of vLLM and verl. Each environment is either complete or absent."""
+"""Creates the environments for vLLM and verl. Each environment is either complete or absent."""
 
 import contextlib
 import fcntl
@@ -116,8 +116,8 @@ def commands(recipe: Recipe, folder: Path) -> list[list[str]]:
 def install(recipe: Recipe, print_line: PrintLine, force: bool = False) -> tuple[InstalledEnvironment, bool]:
     """Make the environment, unless this recipe has already made it.
 
-    Returns the environment, and whether it was made by this call. Raises `EngineFault` with one sentence if it cannot
-    be made; an unfinished environment is removed.
+    Returns the environment, and whether this call made it. Raises `EngineFault` with one sentence if the environment
+    cannot be made; an unfinished environment is removed.
     """
     root = environments_folder()
     folder = root / recipe.name
@@ -158,7 +158,7 @@ def _check_disk(root: Path, recipe: Recipe) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove an environment, its marker first, so that a half-removed one does not look complete."""
+    """Remove an environment, starting with its marker, so that a half-removed environment does not look complete."""
     (folder / MARKER).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)

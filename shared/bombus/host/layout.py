@@ -1,6 +1,7 @@
 """The processes of a hive on this machine: what `bombus up` keeps running, in which order, with which GPUs and keys.
 
-`bombus.config.placement` decides which GPUs a process gets; this module puts them into its environment.
+`bombus.config.placement` decides which GPUs a process gets; this module sets the process's environment variables
+accordingly.
 """
 
 import json
@@ -72,8 +73,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class Service(msgspec.Struct, frozen=True):
     """A process to keep running. `kind` is its subcommand, and `name` its name in the log.
 
-    `environment` contains all of its variables; `gpus` are those that select the GPUs it sees. It is killed after it
-    has been silent for `silence_s` seconds, or never if that is 0.
+    `environment` contains all of the process's variables; `gpus` are those that select the GPUs it sees. The process is
+    killed after it has been silent for `silence_s` seconds, or never if that is 0.
     """
 
     kind: str
@@ -92,7 +93,7 @@ def check_can_start(layout: Layout) -> None:
     """Raise `Refused` if the deployment cannot start.
 
     The reason is a full disk, `--durability power` on a system without inotify, an environment that is not installed,
-    an API key that is not set, or a GPU that is not among those of our own CUDA_VISIBLE_DEVICES.
+    an API key that is not set, or a GPU that our own CUDA_VISIBLE_DEVICES does not list.
     """
     check_room(layout.cluster)
     if layout.cluster.durability == "power" and sys.platform != "linux":
@@ -119,7 +120,7 @@ def check_can_start(layout: Layout) -> None:
 def services(layout: Layout, nats: str) -> list[Service]:
     """Return the processes of a hive, in the order in which they start.
 
-    Raises `Refused(BAD_CONFIG)` if a GPU is not among those of our own CUDA_VISIBLE_DEVICES.
+    Raises `Refused(BAD_CONFIG)` if our own CUDA_VISIBLE_DEVICES does not list a GPU that is needed.
     """
     cluster = layout.cluster
     common = _common(layout, nats)
@@ -164,7 +165,8 @@ def services(layout: Layout, nats: str) -> list[Service]:
 
 
 def _environment(layout: Layout) -> dict[str, str]:
-    """Return the variables for every process, without API keys, since each key is only for the replica that uses it.
+    """Return the variables for every process. API keys are left out, since each key is only for the replica that uses
+    it.
 
     The variables of our own watchdog are left out too.
     """

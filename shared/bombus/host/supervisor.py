@@ -1,7 +1,7 @@
 """`bombus up`: a nats-server and all services of a hive under one supervisor.
 
-A service that dies is restarted, after a pause that doubles while it keeps dying. Services are stopped from the
-gateways inwards, so that work in progress still reaches the log. No process outlives the supervisor.
+A service that dies is restarted after a pause, which doubles as long as the service keeps dying. Services are stopped
+from the gateways inwards, so that work in progress still reaches the log. No process outlives the supervisor.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ RESTART_S_MAX = 10.0
 HEALTHY_S = 10.0  # after a run of this length, the pause is reset to the shortest
 STOP_S = 20.0
 READY_S = 180.0
-SLOW_S = 2.0  # time after which a message says what the stop is waiting for
+SLOW_S = 2.0  # time after which a message says what is delaying the stop
 STOP_ORDER = (("gateway",), ("inference", "trainer"), ("coordinator",))
 LOCK = "up"
 WAITS_FOR = {
@@ -80,7 +80,7 @@ class Child:
 
     async def _run(self, environment: Mapping[str, str], watching: Watchdog | None = None) -> int:
         """Run the process until it ends or has been silent for too long. Return its exit code."""
-        # In its own session: Ctrl-C reaches only the supervisor, which stops the services in order.
+        # The process gets its own session: Ctrl-C reaches only the supervisor, which stops the services in order.
         self._process = process = await asyncio.create_subprocess_exec(
             *self._service.command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
@@ -177,7 +177,7 @@ class Supervisor:
                 url_file.unlink(missing_ok=True)
 
     async def _make_streams(self, nats: str) -> None:
-        """Create or update the streams before anything uses them. Stop the server if that fails."""
+        """Create or update the streams before any service uses them. Stop the server if that fails."""
         try:
             async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
                 await bus.ensure_streams(self.cluster.streams)
@@ -193,7 +193,7 @@ class Supervisor:
 
     async def _keep_server(self, server: EmbeddedServer) -> None:
         while True:
-            # Polls, because a waiting thread cannot be cancelled.
+            # This polls, because a waiting thread cannot be cancelled.
             code = await asyncio.to_thread(server.wait, 0.5)
             if server.sync_failure:
                 raise BusUnavailable(server.sync_failure)
@@ -245,7 +245,7 @@ class Supervisor:
             await asyncio.sleep(0.05)
 
     async def _stop_unless_told_twice(self) -> None:
-        """Stop everything in order, or kill it immediately when cancelled again."""
+        """Stop everything in order. If cancelled again meanwhile, kill everything immediately."""
         stopping = asyncio.ensure_future(self._stop())
         try:
             await asyncio.shield(stopping)

@@ -7,16 +7,17 @@ from bombus.machine.host_names import address_of
 
 
 def url_of(bound: socket.socket) -> str:
-    """Return the URL of a server on a bound socket, with the address at which it listens."""
+    """Return the URL of a server on a bound socket, using the address at which the server listens."""
     host, port = bound.getsockname()[:2]
     return f"http://{_netloc(host, port)}"
 
 
 def url_for_others(url: str, own: str) -> str:
-    """Return `url` with `own` in place of a host that stands for every address of a machine, such as 0.0.0.0.
+    """Return `url` with `own` in place of a host that means every address of a machine, such as 0.0.0.0.
 
     `own` is the machine's name, or the address from which it reaches others. Returns "" if others cannot reach the
-    machine at `own`: it is a loopback or link-local address, or an IPv6 address while the service listens only on IPv4.
+    machine at `own`, either because `own` is a loopback or link-local address, or because it is an IPv6 address while
+    the service listens only on IPv4.
     """
     parts = urlsplit(url)
     listens_at, mine = address_of(parts.hostname or ""), address_of(own)

@@ -8,7 +8,7 @@ from functools import cache
 def certificates(trusts_environment: bool) -> ssl.SSLContext:
     """Return the TLS context for a client, with httpx's root certificates or those that a trusted environment names.
 
-    It is shared because reading all root certificates takes each client 25 to 60 ms.
+    The context is shared because reading all root certificates takes 25 to 60 ms for each client.
     """
     import httpx
 

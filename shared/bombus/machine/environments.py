@@ -28,7 +28,7 @@ def environments_folder() -> Path:
 
 
 def read_marker(folder: Path) -> InstalledEnvironment | None:
-    """Return the marker in `folder`, or None if it has no environment or an incomplete one."""
+    """Return the marker in `folder`, or None if the folder has no environment or an incomplete one."""
     try:
         return msgspec.json.decode((folder / MARKER).read_bytes(), type=InstalledEnvironment)
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""Reads what hardware this machine has, without importing torch, which would take seconds."""
+"""Finds out what hardware this machine has, without importing torch, which would take seconds."""
 
 import os
 import shutil
@@ -20,7 +20,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def nvidia_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that `nvidia-smi` lists, or none if it is missing or fails, as it does without a driver."""
+    """Return the GPUs that `nvidia-smi` lists. Return none if `nvidia-smi` is missing or fails, as it does without a
+    driver."""
     found = shutil.which("nvidia-smi")
     if found is None:
         return ()

@@ -27,7 +27,7 @@ ADMIN_VARIABLE, CLIENT_VARIABLE, CLIENTS_VARIABLE = KEY_VARIABLES = (
     "BOMBUS_CLIENT_KEYS",
 )
 NAMED_KEYS_MAX = 1000
-_FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # characters that need no escaping in a header or a path
+_FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # only characters that need no escaping in a header or a path
 
 
 class NamedKey(BaseModel):
@@ -100,7 +100,7 @@ class HiveKeys:
 
 
 def add_key_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for keys. They name files, because every process of the machine can read a command line."""
+    """Add the options for keys. They name files, because every process on the machine can read a command line."""
     parser.add_argument(
         "--admin-key-file",
         type=Path,
@@ -169,7 +169,7 @@ def _key(name: str, path: Path | None, variable: str, environment: Mapping[str, 
 
 
 def _named(text: str) -> dict[str, NamedKey]:
-    """Return client keys by name, from JSON. An error message shows nothing of the text, because it contains keys."""
+    """Return client keys by name, from JSON. Error messages show none of the text, because it contains keys."""
     try:
         return _NAMED_KEYS.validate_json(text) if text else {}
     except ValidationError as error:

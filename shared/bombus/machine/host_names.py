@@ -20,7 +20,7 @@ AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
 AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
-ACCEPTED_KEPT = 256  # how many values of `Host` are remembered; they differ in their ports
+ACCEPTED_KEPT = 256  # how many values of `Host` are remembered; values differ in their ports
 
 
 class OwnHostNames:

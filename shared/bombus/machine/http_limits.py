@@ -19,7 +19,8 @@ LINGER_S = 2.0  # time for a client that is still sending to read why it was ref
 TICK_S = 1.0
 GATHERED_MAX = 8  # pieces of an answer that are sent together
 GATHERED_BYTES_MAX = 16 << 10  # a larger piece is passed on immediately
-# Key in the extensions of a request's scope: a future that is done when the client has closed the connection.
+# A key in the extensions of a request's scope. Its value is a future that is done when the client has closed the
+# connection.
 HUNG_UP = "bombus.hung_up"
 
 
@@ -28,8 +29,8 @@ class HttpLimits:
     """The limits of one server.
 
     `head_bytes` limits the URL and the headers together. If the body has chunk sizes and trailers, these may add as
-    many bytes as the body has content. `head_s` is how many seconds a client has for the head, and `body_s` how many it
-    then has for the body.
+    many bytes as the body has content. A client has `head_s` seconds for the head, and then `body_s` seconds for the
+    body.
     """
 
     head_bytes: int = 64 << 10
@@ -62,7 +63,7 @@ class Patience:
         self._until: dict[LimitedProtocol, float] = {}  # in the order in which they began to wait
 
     def begin(self, connection: "LimitedProtocol", limit_s: float) -> None:
-        """Let a connection wait for `limit_s` seconds from now."""
+        """Allow a connection to wait for `limit_s` seconds from now."""
         self._until.pop(connection, None)
         self._until[connection] = self._now + limit_s
 
@@ -70,8 +71,8 @@ class Patience:
         self._until.pop(connection, None)
 
     def drop_oldest(self, but: "LimitedProtocol") -> bool:
-        """Close the connection that has waited longest, to make room for another. Return whether there was one to
-        close."""
+        """Close the connection that has waited longest, to make room for another. Return whether any connection was
+        waiting."""
         oldest = next((each for each in self._until if each is not but), None)
         if oldest is None:
             return False
@@ -93,8 +94,8 @@ class Patience:
 class GatheringTransport:
     """A transport that sends all writes of one turn of the event loop together.
 
-    uvicorn writes a head and a body separately. Joining them costs less than a second system call, and lets the client
-    read once. Large pieces are passed on immediately, so that the transport's flow control sees them.
+    uvicorn writes a head and a body separately. Joining them costs less than a second system call, and the client needs
+    only one read. Large pieces are passed on immediately, so that the transport's flow control sees them.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -214,7 +215,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- called by `Patience` ----
 
     def time_is_up(self) -> None:
-        """Close the connection, with a reason if possible, unless the client is not what causes the delay."""
+        """Close the connection, giving the reason if possible, unless the delay is not the client's fault."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if self._awaited is Awaited.HEAD and answering:
             self._await(Awaited.HEAD, self._limits.head_s)  # the next request, while the last is being answered
@@ -242,7 +243,7 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: int, code: Code, why: str) -> None:
-        """Answer with an error unless an answer has begun, and close the connection after the client has read it."""
+        """Answer with an error unless an answer has begun. Close the connection after the client has read the error."""
         if self._awaited is Awaited.END:
             return
         cycle = self.cycle

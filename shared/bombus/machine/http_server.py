@@ -24,14 +24,15 @@ FILES_KEPT = 256  # open files of a process other than its clients' connections
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and without its check every tenth of a second for whether to stop."""
+    """uvicorn without its signal handlers, and without checking every tenth of a second whether to stop."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._leaving = asyncio.Event()
 
     def leave(self) -> None:
-        """Let the server stop: it accepts no more connections, and closes each open one after its current request."""
+        """Have the server stop: it accepts no more connections, and closes each open connection after its current
+        request."""
         self.should_exit = True
         self._leaving.set()
 
@@ -101,7 +102,7 @@ async def http_server(
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve an ASGI app on a bound socket while the block runs, then give open requests `drain_s` seconds to finish.
 
-    The block begins once clients can connect, so that it may tell others the address. It is given the task that serves,
+    The block begins once clients can connect, so that it can tell others the address. It gets the task that serves,
     which ends early only if the server breaks.
 
     If `cut_off` is given, it is called after `drain_s` seconds, and requests that are still open have another

@@ -33,7 +33,7 @@ async def watch(every_s: float = LOOK_S) -> None:
 
 
 def _why_none() -> str:
-    """Return why no file can be opened, or "" if one can."""
+    """Return why no file can be opened, or "" if files can be opened."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -19,15 +19,16 @@ from bombus.machine import open_files
 from bombus.machine.watchdog import keep_alive
 
 TERMINATED = 143  # the exit code that a shell reports for a program ended by SIGTERM
-PARENT_VARIABLE = "BOMBUS_PARENT"  # pid of the supervisor: this process dies when it does
-THREADS_S = 5.0  # time for threads to end after the service has ended
+PARENT_VARIABLE = "BOMBUS_PARENT"  # pid of the supervisor: if the supervisor dies, this process dies too
+THREADS_S = 5.0  # time that threads have to end once the service has ended
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask for a signal when the supervisor, if any, dies. Only Linux offers this; other systems ignore the call."""
+    """Request a signal for when the supervisor, if any, dies. Only Linux offers this; on other systems, nothing
+    happens."""
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":
         return
@@ -37,9 +38,9 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def die_with_this_process(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
-    """Return a function for a child to call before exec, so that it gets a signal when this process dies.
+    """Return a function for a child to call before exec, so that the child gets a signal when this process dies.
 
-    Returns None except on Linux, which alone offers this.
+    Returns None except on Linux, the only system that offers this.
     """
     if sys.platform != "linux":
         return None
@@ -60,12 +61,12 @@ def kill(process: asyncio.subprocess.Process) -> None:
 
 
 def is_heeded(number: signal.Signals) -> bool:
-    """Return whether a signal is not ignored. `nohup` makes a process ignore SIGHUP, and must keep its effect."""
+    """Return whether a signal is not ignored. `nohup` makes a process ignore SIGHUP, and that must stay so."""
     return signal.getsignal(number) != signal.SIG_IGN
 
 
 def cancel_at_signals() -> None:
-    """Let SIGTERM and SIGHUP cancel the calling task, so that a command ends cleanly."""
+    """Have SIGTERM and SIGHUP cancel the calling task, so that a command ends cleanly."""
     this = asyncio.current_task()
     assert this is not None
     for ending in (signal.SIGTERM, signal.SIGHUP):
@@ -89,8 +90,8 @@ def run_service(service: Coroutine[Any, Any, None]) -> int:
 
 
 def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
-    """End the process here if threads hang that we did not start, such as `asyncio.to_thread` calls: Python would join
-    them."""
+    """End the process here if threads that we did not start hang, such as those of `asyncio.to_thread`, because Python
+    would join them."""
     begun = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
     until = time.monotonic() + THREADS_S
     for thread in begun:
@@ -103,7 +104,8 @@ def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory, or None if uvloop is not installed. It halves the time that a small message takes."""
+    """Return uvloop's factory, or None if uvloop is not installed. uvloop halves the time that a small message
+    takes."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -146,8 +148,8 @@ def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     With `reuse_port`, other processes on this machine may bind the same port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol given, asyncio sets TCP_NODELAY. Otherwise the second part of an answer waits 40 ms for a
-    # client.
+    # Because the protocol is given, asyncio sets TCP_NODELAY. Otherwise the second part of an answer would be delayed
+    # by 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port:

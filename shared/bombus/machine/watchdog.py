@@ -1,7 +1,7 @@
-"""A watchdog in systemd's protocol: it ends a process that stops reporting that its event loop runs.
+"""A watchdog that speaks systemd's protocol: it ends a process that stops reporting that its event loop runs.
 
-`bombus up` keeps one for each trainer, and systemd one for any service with `WatchdogSec=`. A process that is stopped
-or hangs as a whole cannot end itself.
+`bombus up` keeps a watchdog for each trainer, and systemd keeps one for any service with `WatchdogSec=`. A process that
+is stopped or hangs as a whole cannot end itself.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ SOCKET, PERIOD, PROCESS = VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHD
 ALIVE = b"WATCHDOG=1"
 BEAT_S = 5.0
 LOOK_S = 1.0
-START_S = 600.0  # time until the first report, as a process imports its packages first
+START_S = 600.0  # time until the first report: a process imports its packages first
 
 
 async def keep_alive() -> None:

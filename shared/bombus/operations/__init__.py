@@ -1,6 +1,7 @@
-"""Training operations: what a client with its own training loop asks of a trainer, whichever API the client speaks.
+"""Training operations: what a client with its own training loop requests from a trainer, whichever API the client
+speaks.
 
-`arrays` defines how numbers are sent, `kinds` the operations and their results.
+`arrays` defines how numbers are sent, and `kinds` defines the operations and their results.
 """
 
 from bombus.operations.arrays import Array, DType

@@ -44,7 +44,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, dtype: DType, values: Iterable[float], shape: tuple[int, ...] | None = None) -> "Array":
-        """Make an array of numbers, one-dimensional unless a `shape` is given.
+        """Make an array from numbers. It is one-dimensional unless a `shape` is given.
 
         Raises `ValueError` if a number does not fit the type, or if there are too many or too few numbers for the
         shape.

@@ -45,7 +45,8 @@ class Category(StrEnum):
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A LoRA adapter (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank B A, with A drawn from `seed` and B zero.
 
-    `targets` are PEFT's names of layers, such as `q_proj`. If it is empty, all layers of the `parts` have adapters.
+    `targets` are PEFT's names for layers, such as `q_proj`. If `targets` is empty, all layers of the `parts` have
+    adapters.
     """
 
     rank: int
@@ -98,7 +99,7 @@ class LossSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CreateModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="create_model", tag_field="kind"):
-    """Create a model from `base`. Train an adapter on it or, without `adapter`, all of its weights.
+    """Create a model from `base`, in order to train an adapter on it or, without `adapter`, all of its weights.
 
     With `checkpoint`, the model starts from that checkpoint, with its adapter; `with_optimizer` restores its optimizer
     state too.
@@ -131,14 +132,15 @@ class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag="optim_step", tag
 
 
 class AbortEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="abort_epoch", tag_field="kind"):
-    """Clear the gradient since the last step, and the failure of any operation that would have added to it."""
+    """Clear the gradient accumulated since the last step, and the failure of any operation that would have added to
+    it."""
 
 
 class SaveWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="save_weights", tag_field="kind"):
     """Save the model under `name` or, if that is "", under the time at which the operation was written to the log.
 
-    `ttl_s` is how long it is kept; 0 means forever. For `EXTERNAL` checkpoints, `merged` saves the whole model with its
-    adapter merged into it, instead of the adapter alone.
+    `ttl_s` is how long the saved model is kept; 0 means forever. For `EXTERNAL` checkpoints, `merged` saves the whole
+    model with its adapter merged into it, instead of the adapter alone.
     """
 
     checkpoint: CheckpointKind
@@ -169,7 +171,7 @@ class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
     """The operation failed for the reason in `error`, and changed nothing.
 
-    If it should have added to a gradient, that gradient is now incomplete.
+    If the operation should have added to a gradient, that gradient is now incomplete.
     """
 
     error: str
@@ -195,7 +197,7 @@ Operation: TypeAlias = (
 class ModelReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="model_ready", tag_field="kind"):
     """The model was created, with this adapter and `parameters` trained parameters.
 
-    `loaded` is a hash of the checkpoint that it starts from, or "".
+    `loaded` is a hash of the checkpoint from which the model starts, or "" if there is none.
     """
 
     adapter: AdapterSpec | None = None
@@ -216,7 +218,8 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class StepTaken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step_taken", tag_field="kind"):
-    """The model took its step number `step`. The gradient was divided by `divisor`; its norm is then `grad_norm`.
+    """The model took step number `step`. The gradient was divided by `divisor`; `grad_norm` is its norm after the
+    division.
 
     If there was no gradient (`has_gradient` is false), `grad_norm` is 0.
     """
@@ -243,7 +246,7 @@ class EpochAborted(msgspec.Struct, frozen=True, kw_only=True, tag="epoch_aborted
 class CheckpointSaved(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="checkpoint_saved", tag_field="kind"
 ):
-    """A checkpoint was written to `folder`. Its `address`, a hash of its weights (hex), identifies them."""
+    """A checkpoint was written to `folder`. `address`, a hash of its weights (hex), identifies the weights."""
 
     checkpoint: CheckpointKind
     name: str
@@ -274,11 +277,12 @@ Result: TypeAlias = (
 
 _operations: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation)
 _results: msgspec.msgpack.Decoder[Result] = msgspec.msgpack.Decoder(Result)
-_encoder = msgspec.msgpack.Encoder(order="deterministic")  # protobuf's maps have a different order in each process
+_encoder = msgspec.msgpack.Encoder(order="deterministic")  # protobuf's maps are ordered differently in each process
 
 
 def encode_operation(operation: Operation) -> bytes:
-    """Return an operation's bytes. Equal operations have equal bytes in every process, since digests identify them."""
+    """Return an operation's bytes. Equal operations have equal bytes in every process, because operations are
+    identified by digests of their bytes."""
     return _encoder.encode(operation)
 
 

@@ -1,8 +1,8 @@
 """A log as one file, for golden logs, bug reports, exports and backups.
 
 The file is a gzip of frames, each a little-endian uint32 length and a msgpack struct: an `ArchiveHeader`; the events
-byte for byte, in batches that are each followed by the calls and tokenizers that they name; the bodies of operations
-and rollout groups that are still needed (since format 2); and a `Trailer`. A file without a trailer was cut off.
+byte for byte, in batches, each followed by the calls and tokenizers that its events name; the bodies of operations and
+rollout groups that are still needed (since format 2); and a `Trailer`. A file without a trailer was cut off.
 """
 
 import gzip
@@ -31,7 +31,8 @@ _length = struct.Struct("<I")
 
 
 class ArchiveHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header", omit_defaults=True):
-    """The first frame. `base` is a snapshot of the state before the first event, empty if the log is not compacted."""
+    """The first frame. `base` is a snapshot of the state before the first event. It is empty if the log is not
+    compacted."""
 
     format: int
     bombus: str
@@ -71,8 +72,8 @@ class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
     """What the file contains. `calls_gone` counts calls that were purged before the export or do not match their digest
     (R6).
 
-    `groups` counts the rollout groups of the log: the file has the sizes of all of them, but only the bodies that are
-    still needed.
+    `groups` counts the log's rollout groups: the file has the sizes of all of them, but only the bodies that are still
+    needed.
     """
 
     events: int
@@ -95,7 +96,7 @@ def pack(frame: ArchiveHeader | ArchiveFrame) -> bytes:
 
 
 class FileSource(Source):
-    """A log in an archive. Calls, bodies and tokenizers are unpacked to a temporary file when the first of them is
+    """A log in an archive. All calls, bodies and tokenizers are unpacked to a temporary file when one of them is first
     read."""
 
     def __init__(self, path: Path, header: ArchiveHeader, spool: sqlite3.Connection) -> None:

@@ -1,9 +1,9 @@
-"""Accounts for every sampled token of a log, every rollout group and every training operation. Pure.
+"""Accounts for every sampled token, every rollout group and every training operation on a log. Pure.
 
-It keeps its own books beside the fold, from the same events: what was sampled, and what became of it. A difference is a
-place where the log contradicts itself: a step that does not account for what its episodes sampled, an episode that is
-trained on twice, a version that sampled before its weights were published, or a fold whose state disagrees with the
-books.
+The audit keeps its own books beside the fold, from the same events: what was sampled, and what became of it. A
+difference is a place where the log contradicts itself: a step that does not account for what its episodes sampled, an
+episode that is trained on twice, a version that sampled before its weights were published, or a fold whose state
+disagrees with the books.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ TRAINING_OPERATIONS = ("forward_backward", "optim_step")
 
 
 class Difference(NamedTuple):
-    """A place where the log disagrees with itself. `seq` is the event that shows it."""
+    """A place where the log contradicts itself. `seq` is the event that shows the contradiction."""
 
     seq: int
     engine: str
@@ -73,8 +73,8 @@ class _Step(NamedTuple):
 
 
 class _Model:
-    """The training operations of a model: the waiting ones by number, the numbers of the completed ones, and how many
-    gradients wait for an optimizer step."""
+    """A model's training operations: the waiting ones by number, the numbers of the completed ones, and how many
+    gradients are waiting for an optimizer step."""
 
     __slots__ = ("accumulated", "completed", "waiting")
 
@@ -85,7 +85,7 @@ class _Model:
 
 
 class _Books:
-    """What is outstanding for an engine."""
+    """What is outstanding for one engine."""
 
     def __init__(self) -> None:
         self.open: dict[str, _Episode] = {}
@@ -97,7 +97,7 @@ class _Books:
         self.published: dict[int, str] = {}  # hash of each version's weights
         self.earlier = 0  # versions below this one were published before the log was compacted
         self.counted = 0  # tokens that the run's calls have sampled
-        self.adapters: set[str] = set()  # the hashes of those that training clients have saved
+        self.adapters: set[str] = set()  # the hashes of the adapters that training clients have saved
         self.models: dict[str, _Model] = {}
 
     def handed_groups(self) -> list[_Group]:
@@ -135,7 +135,7 @@ class VersionTokens(msgspec.Struct, frozen=True, kw_only=True):
     """How many tokens the policy versions `oldest` to `newest` sampled, counting whole calls.
 
     `weights` is the hash of the weights of `newest`, or of the adapter that sampled for a training client. It is "" if
-    it is not in the log.
+    the hash is not in the log.
     """
 
     engine: str
@@ -186,7 +186,7 @@ class Audit:
             self._check_run(event)
             handle(self, self._of(event.engine), event)
         evolve(self.hive, event)
-        if isinstance(event, ev.EngineStarted):  # which may continue the figures of the previous run
+        if isinstance(event, ev.EngineStarted):  # the new run may continue the figures of the previous run
             self._of(event.engine).counted = self.hive.engines[event.engine].counters.completion_tokens
 
     def _check_run(self, event: Event) -> None:
@@ -239,7 +239,7 @@ class Audit:
         for outcome in event.outcomes:
             episode = books.open.pop(outcome.episode, None)
             if episode is None:
-                if outcome.episode not in books.pool:  # an episode may end again after this: its last end counts
+                if outcome.episode not in books.pool:  # an episode may end again after this: the last end counts
                     self._differ(event.engine, outcome.episode, "ended, but was not open")
                 continue
             complete = episode.tokens + episode.auxiliary
@@ -366,7 +366,7 @@ class Audit:
     # ---- runs and versions --------------------------------------------------------------------------------------
 
     def started(self, books: _Books, event: ev.EngineStarted) -> None:
-        """Begin a run: what the last run has left over will not be trained on any more."""
+        """Begin a run: what the last run has left will no longer be trained on."""
         self._abandon(books, Fate.DROPPED_RUN_OVER)
         for episode in (*books.open.values(), *books.pool.values()):
             self._all_to(Fate.DROPPED_RUN_OVER, episode)
@@ -387,7 +387,7 @@ class Audit:
         for model in books.models.values():
             self._close(model)
         books.models = {}
-        if self.hive.engines[event.engine].queues_groups:  # otherwise groups wait for a run that queues them
+        if self.hive.engines[event.engine].queues_groups:  # otherwise groups wait for a run that has a queue
             self._end_groups(books.take_groups(), Fate.DROPPED_RUN_OVER, Fate.DROPPED_RUN_OVER)
 
     def _abandon(self, books: _Books, fate: str) -> None:
@@ -577,7 +577,8 @@ class Audit:
         return books
 
     def _take_over(self, engine: EngineState) -> None:
-        """Begin with what was outstanding when a log was compacted. How many tokens ended before that is unknown."""
+        """Begin with what was outstanding when a log was compacted. How many tokens were settled before that is
+        unknown."""
         books = self._of(engine.name)
         books.arrived, books.counted = engine.trajectories.queue.arrived, engine.counters.completion_tokens
         for model in engine.clients.open_models:

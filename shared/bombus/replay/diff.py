@@ -95,7 +95,8 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def as_text(found: list[Change]) -> list[str]:
-    """Return lines of text. Entries added to a collection or removed from it are counted, and the first ones shown."""
+    """Return lines of text. Entries added to or removed from a collection are counted, and only the first few are
+    shown."""
     lines: list[str] = []
     grouped: dict[tuple[tuple[str, ...], Verb], list[Change]] = {}
     for change in found:

@@ -40,7 +40,7 @@ EVENTS_AT_ONCE = 500  # number of events whose calls are read together
 async def export(
     source: Source, path: Path, with_calls: bool = True, progress: ReadProgress = lambda position, end: None
 ) -> Trailer:
-    """Write the log to `path`, which appears once it is complete.
+    """Write the log to `path`, which appears only once it is complete.
 
     Raises `LogCorrupted` (also for a missing event), `NotOnLog` if the log was compacted during the export,
     `FileExistsError` or `BusUnavailable`.
@@ -69,7 +69,7 @@ class _Writer:
         self._file = file
         self._with_calls = with_calls
         self._progress = progress
-        self._calls: set[int] = set()  # sequence numbers of calls that are written or gone
+        self._calls: set[int] = set()  # sequence numbers of calls that have been written or are gone
         self._blobs: set[str] = set()
         self._gone = 0
         self._events = 0

@@ -37,14 +37,14 @@ SKIPPED_AT_ONCE = 100_000
 NOBODY = "-"  # no engine has this name
 _SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
-ImportProgress = Callable[[str, int, int], None]  # called with the current activity, a position, and the last position
+ImportProgress = Callable[[str, int, int], None]  # called with the activity, the position, and the last position
 
 
 async def import_log(source: FileSource, data: Path, limits: StreamLimits, progress: ImportProgress) -> upkeep.Verified:
     """Create the hive of an exported log in a data folder that has no log, and verify it before it appears there.
 
-    Raises `BadUsage` if the folder has a log, `LogCorrupted` for a file that is damaged or lacks data that its hive
-    still needs, `NewerEvent` for a file of a newer release, `BusUnavailable` or `OSError`.
+    Raises `BadUsage` if the folder has a log, `LogCorrupted` if the file is damaged or lacks data that the hive still
+    needs, `NewerEvent` if a newer release wrote the file, `BusUnavailable` or `OSError`.
     """
     place = data / "nats"
     if place.exists():

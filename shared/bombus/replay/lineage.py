@@ -1,4 +1,4 @@
-"""`bombus replay lineage`: from a weights version back to its batches and to the episodes in them."""
+"""`bombus replay lineage`: from a version of the weights back to its batches and to the episodes in them."""
 
 import argparse
 from collections.abc import Iterator, Sequence

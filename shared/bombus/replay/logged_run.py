@@ -14,7 +14,7 @@ from bombus.replay.source import NotOnLog, Source
 
 
 class LoggedStep(msgspec.Struct):
-    """A step. `seq` is the event that sealed its batch. `done` is None until the step is completed."""
+    """A step. `seq` is the event that sealed its batch. `done` is None until the step has been completed."""
 
     batch: ev.BatchReady
     seq: int
@@ -25,9 +25,9 @@ class LoggedRun(msgspec.Struct, kw_only=True):
     """A run.
 
     `checkpoints` includes the checkpoint at which the run began and, on a compacted log, the last one before the first
-    remaining batch. `begun` is a clause that says where the run began, or "" if it had no checkpoint to begin at, and
-    `first` is its step there. `started_ns` is 0 for a run that started before a compacted log's first event. A run that
-    `serves` training operations has no batches, and no versions after the first.
+    remaining batch. `begun` is a clause that says where the run began, or "" if it did not begin at a checkpoint, and
+    `first` is the run's step there. `started_ns` is 0 for a run that started before a compacted log's first event. A
+    run that `serves` training operations has no batches, and no versions after the first.
     """
 
     engine: str

@@ -14,11 +14,11 @@ _CLOCK = re.compile(r"\d{1,2}:\d\d(:\d\d(\.\d+)?)?")
 
 
 def moment(text: str, start_ns: int, end_ns: int) -> int:
-    """Return the time that `text` stands for, in nanoseconds since the epoch.
+    """Return the time that `text` denotes, in nanoseconds since the epoch.
 
     It can be `-10m` (before the end), `+30s` (after the start), `14:03:20` (on the last day) or an ISO time. `10m`
-    means `-10m`, which would be parsed as an option on a command line. Times without a zone are local. Raises
-    `BadUsage`.
+    means `-10m`, which a command line would parse as an option. Times without a zone are local. Raises `BadUsage` for
+    any other text.
     """
     relative = _RELATIVE.fullmatch(text)
     if relative:

@@ -18,7 +18,7 @@ from bombus.replay.source import BusSource, NotOnLog, Source
 
 CONNECT_S = 10.0
 NATS_PORT = 4222
-PROBE_S = 2.0  # time for finding out whether a hive still runs on a data folder
+PROBE_S = 2.0  # time to find out whether a hive is still running on a data folder
 STORE_BYTES_MAX = 1 << 50  # streams reserve their limits; a server that only reads must not fail for lack of disk space
 
 
@@ -94,8 +94,8 @@ async def _on_folder(data: Path, hive: str | None) -> AsyncIterator[BusSource]:
 async def _still_runs(data: Path, url: str) -> bool:
     """Return whether the bus at the address in a data folder belongs to that folder.
 
-    A killed hive leaves its address behind, and another server may use the port by now. An external bus is identified
-    by its address alone.
+    A killed hive leaves its address behind, and another server may be using the port by now. An external bus is
+    identified by its address alone.
     """
     ours = data / "nats" / "nats-server.conf"
     expected = re.search(r"^server_name: (\S+)$", ours.read_text(), re.MULTILINE) if ours.is_file() else None

@@ -1,4 +1,4 @@
-"""Functions of services that `bombus replay episode` uses. Services register them as entry points in pyproject.toml.
+"""Services' functions that `bombus replay episode` uses. Services register them as entry points in pyproject.toml.
 
 Each formula stays in its service, and `shared/` imports no module of a service. If a service is not installed, a view
 shows what it can and says what to install.
@@ -24,8 +24,8 @@ class TokenText(Protocol):
         ...
 
     def marked_up(self, tokens: Sequence[int], /) -> str:
-        """Return the text of a sequence of tokens, in which special tokens differ from ordinary text with the same
-        characters."""
+        """Return the text of a sequence of tokens, with special tokens marked so that they differ from ordinary text
+        with the same characters."""
         ...
 
 
@@ -41,7 +41,7 @@ class CallAdvantages(Protocol):
     """Entry point `call_advantages`, registered by the trainer."""
 
     def __call__(self, group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], job: RunConfig) -> list[list[float]]:
-        """Return the advantage of each call of each episode of a group.
+        """Return the advantage of each call, for each episode of a group.
 
         Raises `ValueError` if an episode does not have one reward for each of its calls, or if the job's estimator
         needs data from outside the group.

@@ -33,7 +33,7 @@ def reported(prog: str, work: Callable[[], None]) -> int:
     """
     try:
         work()
-    except BrokenPipeError:  # the reader of our output has gone: all commands handle this in the same way
+    except BrokenPipeError:  # the reader of our output is gone: all commands handle this in the same way
         raise
     except BadUsage as error:
         complain(f"{prog}: {error}")

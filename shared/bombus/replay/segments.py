@@ -1,4 +1,5 @@
-"""Reads and writes a folder of archives, each continuing the last, with events that compactions removed from a log."""
+"""Reads and writes a folder of archives, each continuing the previous one, with events that compactions removed from a
+log."""
 
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -70,7 +71,7 @@ async def archived_up_to(bus: Bus, folder: Path) -> int:
 
 
 async def archive_part(bus: Bus, folder: Path, base: tuple[Hive, int], last: int) -> Path:
-    """Write the events after `base` up to `last` as the next archive. It appears once it is complete and durable.
+    """Write the events after `base` up to `last` as the next archive. It appears only once it is complete and durable.
 
     Calls are not included, because they have their own stream and retention. Raises `LogCorrupted`, `BusUnavailable` or
     `OSError`.

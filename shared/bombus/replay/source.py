@@ -59,8 +59,8 @@ class Source(ABC):
 
     @abstractmethod
     async def base(self) -> tuple[Hive, int]:
-        """Return the state before the first event of the log, and its position: an empty state at 0 if it was never
-        compacted."""
+        """Return the state before the first event of the log, and the position of that state. If the log was never
+        compacted, this is an empty state at 0."""
 
     @abstractmethod
     async def end(self) -> LogEnd:
@@ -72,8 +72,8 @@ class Source(ABC):
 
     @abstractmethod
     async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
-        """Return the messages of `CALLS`, `OPS` or `TRAJECTORIES` with these numbers, in the given order; None for each
-        lost one."""
+        """Return the messages of `CALLS`, `OPS` or `TRAJECTORIES` with these numbers, in the given order, with None for
+        each lost message."""
 
     async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
         """Return the stored bytes of these calls, unchecked and in the given order, with None for each call that is
@@ -85,15 +85,15 @@ class Source(ABC):
         """Return a large object, such as a tokenizer. Raises `BlobMissing` if it does not exist."""
 
     async def events(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Logged, None]:
-        """Yield the events after `after` or, in a compacted log, after its base if that is later. Raises as `in_order`
-        does."""
+        """Yield the events after `after` or, in a compacted log, after its base if that is later. Raises the same
+        errors as `in_order`."""
         base = (await self.base())[1]
         async with aclosing(self.in_order(max(base, after), until)) as messages:
             async for stored in messages:
                 yield logged(stored)
 
     async def in_order(self, after: int, until: int | None = None) -> AsyncGenerator[Stored, None]:
-        """Yield the same messages as `stored`, checked for gaps.
+        """Yield the same messages as `stored`, checking for gaps.
 
         Raises `LogCorrupted` if an event is missing, and `NotOnLog` if the log was compacted while it was being read.
         """
@@ -111,11 +111,12 @@ class Source(ABC):
             raise LogCorrupted(f"{self.title} ends at event {last}, before {until}")
 
     async def begins_at(self) -> int:
-        """Return the log's first event number at present: a running hive may remove events while they are read."""
+        """Return the number of the log's first event at present: a running hive may remove events while they are being
+        read."""
         return (await self.base())[1] + 1
 
     async def led_ns(self) -> int:
-        """Return when a leader last put a tick into the inbox, or 0 if that is unknown, as in an archive."""
+        """Return when a leader last put a tick into the inbox, or 0 if that time is unknown, as in an archive."""
         return 0
 
     async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
@@ -138,7 +139,7 @@ def logged(stored: Stored) -> Logged:
 
 
 async def state_at(source: Source, seq: int) -> Hive:
-    """Fold everything up to and including event `seq`. Raises `NotOnLog` if that position is not on the log."""
+    """Fold everything up to and including event `seq`. Raises `NotOnLog` if the log does not have that position."""
     hive, position = await source.base()
     await check_position(source, seq)
     if seq > position:
@@ -160,7 +161,8 @@ async def check_position(source: Source, seq: int) -> None:
 
 
 def check_not_compacted(begins_at: int, last: int) -> None:
-    """Raise `NotOnLog` if a log was compacted while it was read up to event `last`. It now begins at `begins_at`."""
+    """Raise `NotOnLog` if a log, which now begins at `begins_at`, was compacted while it was read up to event
+    `last`."""
     if begins_at > last + 1:
         raise NotOnLog(f"the log was compacted during the read and now begins at event {begins_at}: run it again")
 
@@ -173,7 +175,7 @@ class BusSource(Source):
         self.hive = bus.subjects.hive
         self.running = running
         self.bus = bus
-        self._base: bytes | None = None  # kept encoded, because callers fold events into the state they get
+        self._base: bytes | None = None  # kept encoded, because callers fold events into the state that they receive
         self._end: LogEnd | None = None
 
     async def base(self) -> tuple[Hive, int]:

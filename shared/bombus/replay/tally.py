@@ -1,4 +1,4 @@
-"""Summarises the episodes of a log, for the error about an episode that is not on it."""
+"""Summarises the episodes of a log, for the error raised when an episode is not on the log."""
 
 from bombus.hive.events import AnyEvent, EpisodeClaimed
 from bombus.replay.source import NotOnLog

@@ -48,7 +48,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_of_model(event: AnyEvent, model: str) -> bool:
-    """Return whether an event is about this model of a training client, or about episodes that play with it."""
+    """Return whether an event is about this model of a training client, or about episodes that play with the model."""
     match event:
         case (
             ev.ModelOpened()
@@ -67,7 +67,7 @@ def is_of_model(event: AnyEvent, model: str) -> bool:
 
 
 def about(event: AnyEvent, episode: str) -> AnyEvent | None:
-    """Return the part of an event that is about one episode, or None if no part is."""
+    """Return the part of an event that is about one episode, or None if there is no such part."""
     match event:
         case ev.EpisodeClaimed() if episode in event.episodes:
             number = event.episodes.index(episode)

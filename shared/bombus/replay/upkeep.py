@@ -47,9 +47,9 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch that goes backwards, an
     inbox position that goes backwards without a `stream.went_back` event, an inbox without the message that the last
     event answers, an operation or a batch out of order, a multi-model episode of which only a part begins or ends, a
-    snapshot that cannot be read or is not the fold of the events before it, or a call, or a body or result of an
-    operation, that is still needed and does not match its reference. Rollout groups that are gone are not a fault of
-    the log: they are only counted. Raises `NotOnLog` if the log was compacted during the check.
+    snapshot that cannot be read or is not the fold of the events before it, or a call, or an operation's body or
+    result, that is still needed but does not match its reference. Rollout groups that are gone are not a fault of the
+    log: they are only counted. Raises `NotOnLog` if the log was compacted during the check.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
@@ -109,7 +109,7 @@ async def _read_bodies(bus: Bus, hive: Hive) -> int:
 async def _look_for_groups(bus: Bus, hive: Hive) -> tuple[int, tuple[str, ...]]:
     """Return how many rollout groups may still be needed, and a description of each lost group.
 
-    The bodies of batches are read. For queued groups, of which there may be very many, only the positions are checked.
+    The bodies of batches are read. For queued groups, which may be very numerous, only the positions are checked.
     """
     stream = bus.subjects.trajectories_stream
     needed = [(name, body) for name, _, body in hive.bodies_needed()]
@@ -148,8 +148,8 @@ class _Wholes:
     """Finds multi-model episodes that a single decision claimed, ended or aborted only in part."""
 
     def __init__(self) -> None:
-        self._done: set[tuple[str, str]] = set()  # pairs of what happened to an episode, and its name
-        self._owed: set[tuple[str, str]] = set()  # what must happen to the partners in the same decision
+        self._done: set[tuple[str, str]] = set()  # pairs of what happened to an episode, and the episode's name
+        self._owed: set[tuple[str, str]] = set()  # such pairs for the partners, required in the same decision
 
     def note(self, hive: Hive, event: ev.Event) -> None:
         """Note an event that is about to be folded."""
@@ -168,7 +168,7 @@ class _Wholes:
             self._owed.update((how, partner) for partner in episode.partners.values())
 
     def why_not(self) -> str:
-        """Return what is missing from the events since the last call, or "". Call it between decisions."""
+        """Return what the events since the last call lack, or "" if they lack nothing. Call it between decisions."""
         lacking = sorted(self._owed - self._done)
         self._done.clear()
         self._owed.clear()
@@ -221,12 +221,13 @@ class LogCheck:
 
 
 def _same(one: Hive, other: Hive) -> bool:
-    """Return whether two states are equal. NaN equals NaN here, because a step may have such a metric."""
+    """Return whether two states are equal. NaN equals NaN here, because a step may have NaN as a metric."""
     return one == other or _encode(one) == _encode(other)
 
 
 async def load_snapshot(bus: Bus, position: int) -> Snapshot:
-    """Load a snapshot. Raises `LogCorrupted`, which names its position, or `BlobMissing` if it no longer exists."""
+    """Load a snapshot. Raises `LogCorrupted`, which names the position, or `BlobMissing` if the snapshot no longer
+    exists."""
     try:
         return await snapshots.load(bus, position)
     except BlobMissing:
@@ -238,8 +239,8 @@ async def load_snapshot(bus: Bus, position: int) -> Snapshot:
 async def compact(bus: Bus) -> int:
     """Remove the events before the older of the two newest snapshots, and return how many were removed.
 
-    The rest can be verified from that snapshot, even if the newer one is lost. Raises `Refused` if this version has not
-    written two snapshots yet, and `LogCorrupted` if one of them is damaged.
+    The remaining events can be verified from that snapshot, even if the newer one is lost. Raises `Refused` if this
+    version has not written two snapshots yet, and `LogCorrupted` if one of them is damaged.
     """
     found = (await snapshots.positions(bus))[-KEPT:]
     if len(found) < KEPT:

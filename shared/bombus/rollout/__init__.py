@@ -1,1 +1,1 @@
-"""`bombus rollout` and `bombus start`: let any command play episodes, each in a copy of a workspace."""
+"""`bombus rollout` and `bombus start`: have any command play episodes, each in a copy of a workspace."""

@@ -15,14 +15,14 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.rollout.tasks import PATH_FIELDS, AgentTask
 
-# `${name}` is left for a shell, and `{{name}}` stands for `{name}`.
+# `${name}` is left for a shell, and `{{name}}` becomes `{name}`.
 _BRACES = re.compile(r"\$\{\w+\}|\{\{\w+\}\}|\{(\w+)\}")
 _OTHER_BRACES = re.compile(r"(?<![{$])\{([^{}]+)\}(?!\})")  # for example `{test-file}` and `{meta.answer}`
-HEAD_BYTES = 512  # bytes of a program that are read: enough to tell a script from a binary
+HEAD_BYTES = 512  # how much of a program is read: enough to tell a script from a binary
 
 
 class CommandTemplate(msgspec.Struct, frozen=True):
-    """The words of a command, and the flag it was given with."""
+    """The words of a command, and the flag that it was given with."""
 
     words: tuple[str, ...]
     flag: str
@@ -31,7 +31,8 @@ class CommandTemplate(msgspec.Struct, frozen=True):
         return {found[1] for word in self.words for found in _BRACES.finditer(word) if found[1]}
 
     def near_fields(self, known: Collection[str]) -> list[str]:
-        """Return each text in braces that is not a field, but a known name, alone or followed by `.` or `[`."""
+        """Return each text in braces that is not a field, although it is a known name or begins with one followed by
+        `.` or `[`."""
         found = (found[1] for word in self.words for found in _OTHER_BRACES.finditer(word))
         return [text for text in found if not text.isidentifier() and {text, re.split(r"[.\[]", text)[0]} & set(known)]
 
@@ -62,7 +63,7 @@ def parse_command(text: str, flag: str) -> CommandTemplate:
 
 
 def check_utf8(text: str, flag: str) -> None:
-    """Raise `Refused` if an argument is not UTF-8, because messages to the hive can contain only that."""
+    """Raise `Refused` if an argument is not UTF-8, because messages to the hive can contain only UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -123,7 +124,7 @@ def _found(template: CommandTemplate, workspace: Path | None) -> str:
 
 
 def _why_not_run(program: Path) -> str:
-    """Return why the system would not start an existing program, or "" if it would."""
+    """Return why the system would not start an existing program, or "" if it would start it."""
     if not program.is_file():
         return "it is not a file"
     if not os.access(program, os.X_OK):
@@ -134,7 +135,7 @@ def _why_not_run(program: Path) -> str:
     except OSError:
         return ""  # a program may be executable but not readable
     if not head.startswith(b"#!"):
-        return "" if b"\0" in head else "it has no first line that names its interpreter, such as #!/bin/sh"
+        return "" if b"\0" in head else "its first line does not name an interpreter, such as #!/bin/sh"
     line = head[2:].split(b"\n")[0]
     if line.endswith(b"\r"):
         return "its first line ends with a carriage return, as on Windows: save it with Unix line endings"

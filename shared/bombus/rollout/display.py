@@ -1,4 +1,4 @@
-"""Shows the progress of a rollout: one line that is overwritten in a terminal, otherwise a line for each episode."""
+"""Shows the progress of a rollout: in a terminal, one line that is overwritten; otherwise, a line for each episode."""
 
 import os
 import shutil
@@ -72,5 +72,5 @@ class ProgressDisplay(RolloutListener):
             if error.errno not in (EPIPE, EIO):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # what is still in the stream's buffer goes there, too
+            os.dup2(nowhere, self._stream.fileno())  # whatever is still in the stream's buffer goes there, too
             os.close(nowhere)

@@ -13,7 +13,7 @@ from bombus.rollout.tasks import AgentTask
 from bombus.rollout.workspace import GIT_ELSEWHERE, EpisodeFolder
 from bombus.sdk.types import Credentials
 
-# Prefixes of variables that no agent inherits: keys of the user and the hive, and variables that harnesses set for
+# Prefixes of variables that no agent inherits: the user's and the hive's keys, and variables that harnesses set for
 # their own child processes.
 WITHHELD = ("ANTHROPIC_", "BOMBUS_", "CLAUDE", "CODEX_", "MSWEA_", "OPENAI_", "OPENCODE", "QWEN_")
 # The agent and the tests of a task folder are third-party code, and inherit only these variables, none of which is a
@@ -42,7 +42,7 @@ SHARED = frozenset(
     ]
 )
 PROXIES = ("all_proxy", "http_proxy", "https_proxy")
-# Set for every agent, because its libraries might contact their vendors.
+# Set for every agent, because the agent's libraries might contact their vendors.
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 
 
@@ -108,7 +108,7 @@ def inherited(environment: Mapping[str, str], task: AgentTask | None = None) -> 
 
 
 def with_decimal_points(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which programs write 0.5 instead of 0,5, but otherwise keep their language."""
+    """Return an environment in which programs write 0.5 instead of 0,5, but otherwise keep their language settings."""
     language = environment.get("LC_ALL")
     if not language:
         return {**environment, "LC_NUMERIC": "C"}

@@ -31,12 +31,12 @@ from bombus.sdk.types import Credentials, EpisodeUsage, Task, WorkflowOutput
 
 LOOKS_FOR_CALLS = 4  # attempts, two seconds each: after a failover, the new coordinator counts calls late
 SILENT_AGENTS = 3
-TRACEBACK_BYTES = 64 << 10  # how much of the end of a reward command's errors is read
+TRACEBACK_BYTES = 64 << 10  # how much is read from the end of a reward command's errors
 SHOWN_CHARACTERS = 2000  # length of an agent's output in its episode's metadata, and in the message if it made no call
 
 
 class Pointless(BombusError):
-    """Further episodes would fail in the same way. The message says why."""
+    """Raised if further episodes would fail in the same way. The message says why."""
 
 
 class TakenBack(BombusError):
@@ -51,7 +51,7 @@ class _OpenEpisode:
     folder: EpisodeFolder
     credentials: Credentials
     watched: WatchedEpisode
-    printed: Path  # the file for its agent's output
+    printed: Path  # the file for the agent's output
 
     @property
     def uuid(self) -> str:
@@ -63,7 +63,7 @@ class _OpenEpisode:
 
 
 class EpisodePlayer:
-    """Plays episodes of a plan. `unfinished` contains the UUIDs of claimed episodes that were neither ended nor
+    """Plays episodes of a plan. `unfinished` contains the UUIDs of claimed episodes that have been neither ended nor
     aborted.
 
     `reporting` contains the asyncio tasks that have begun to report a reward. They must be allowed to finish, since the
@@ -207,8 +207,8 @@ class EpisodePlayer:
     def _check_silence(self, ended: EndedProgram, output: OutputFile) -> None:
         """Raise `InfraError` because this agent had no answered call, or `Pointless` if no agent has had one.
 
-        Other agents that are still running may just be slower to make calls, so `Pointless` then needs `SILENT_AGENTS`
-        silent agents.
+        Other agents may still be running and just be slower to make calls. `Pointless` is then raised only after
+        `SILENT_AGENTS` silent agents.
         """
         self._silent += 1
         if self._watch.has_seen_calls or (self._watch.count > 1 and self._silent < SILENT_AGENTS):
@@ -218,7 +218,7 @@ class EpisodePlayer:
     # ---- its end ------------------------------------------------------------------------------------------------
 
     async def _judge(self, one: _OpenEpisode, ended: EndedProgram) -> Judgement:
-        """Run the reward command, or the task's tests. Raises `InfraError` if they give no reward."""
+        """Run the reward command, or the task's tests. Raises `InfraError` if that produces no reward."""
         try:
             return await self._judgement(one, ended)
         except InfraError as error:
@@ -250,7 +250,7 @@ class EpisodePlayer:
         return self._words(self._plan.reward, one, one.task.prompt)
 
     async def _judged(self, program: Program, limit_s: float) -> EndedProgram:
-        """Run the reward command to its end. Raises `InfraError` if it cannot be started or is stopped."""
+        """Run the reward command to its end. Raises `InfraError` if the command cannot be started or is stopped."""
         try:
             judged = await run_program(program, limit_s)
         except CannotStart as error:
@@ -304,7 +304,8 @@ def _judge_variables(one: _OpenEpisode, ended: EndedProgram) -> dict[str, str]:
 
 
 def _failure_of(error: InfraError | OSError) -> FailureKind:
-    """Return the kind of an episode's failure. An `OSError` comes from its folders, for example if the disk is full."""
+    """Return the kind of an episode's failure. An `OSError` comes from the episode's folders, such as when the disk is
+    full."""
     return FailureKind.SANDBOX if isinstance(error, OSError) else failure_of(error)
 
 

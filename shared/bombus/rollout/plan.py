@@ -140,7 +140,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.options.epochs or (None if self.options.steps else 1)
 
     def timeout_s(self, task: AgentTask) -> float:
-        """Return an agent's time limit: its task's own if it has one, unless the command line gives a lower one."""
+        """Return an agent's time limit: the task's own if it has one, unless the command line gives a lower one."""
         given, own = self.options.timeout_s, task.package.timeout_s if task.package is not None else None
         if own is None:
             return given
@@ -151,7 +151,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.options.reward_timeout_s if task.package is None else task.package.reward_timeout_s
 
     def episode_s(self, task: AgentTask) -> float:
-        """Return how long an episode may last, including the time needed to stop and report it."""
+        """Return how long an episode may last, including the time needed to stop the agent and report the outcome."""
         return self.timeout_s(task) + self.reward_timeout_s(task) + 600.0
 
 
@@ -216,7 +216,8 @@ def _check_agent_of_packages(agent: CommandTemplate, tasks: Sequence[AgentTask])
 
 
 def _tasks(options: RolloutOptions) -> list[AgentTask]:
-    """Read the tasks from a file or a folder. Raises `Refused`, also for flags that do not go with that choice."""
+    """Read the tasks from a file or a folder. Raises `Refused` if that fails, or if the flags do not fit that
+    choice."""
     if not options.task.is_dir():
         if not options.reward:
             raise Refused(Code.BAD_CONFIG, "--reward is missing: only a folder of tasks has tests that judge them")

@@ -17,7 +17,7 @@ from bombus.errors import Code, Refused
 from bombus.rollout.commands import CommandTemplate, filled
 from bombus.rollout.tasks import AgentTask
 
-MODEL_NAME = "policy"  # unknown to every harness: some send different requests for models that they know
+MODEL_NAME = "policy"  # unknown to every harness: some harnesses send different requests for models that they know
 CONTEXT_TOKENS = 100_000_000  # a window that is never full: the hive itself reports prompts that are too long
 OUTPUT_TOKENS = 32_000  # the hive applies its own limit
 NO_PRESET = "none"
@@ -35,10 +35,10 @@ class ApiDialect(StrEnum):
 class HarnessPreset(msgspec.Struct, frozen=True, kw_only=True):
     """How to run a harness.
 
-    `subcommand` is the word that runs it without a terminal. `flags` are for every run, and `unattended` for runs
-    without a user who could be asked for permission. `files` maps paths below `{home}` to contents. `unset` lists
-    variables of its dialect that it is not given. `trims_prompts` says that it treats a prompt such as `/clear` as a
-    command even after a leading space.
+    `subcommand` is the word that runs the harness without a terminal. `flags` are for every run, and `unattended` for
+    runs without a user who could be asked for permission. `files` maps paths below `{home}` to contents. `unset` lists
+    variables of the harness's dialect that are withheld from it. `trims_prompts` says that the harness treats a prompt
+    such as `/clear` as a command even after a leading space.
     """
 
     dialect: ApiDialect
@@ -97,7 +97,7 @@ def _lacking(flags: tuple[str, ...], typed: Sequence[str]) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Escape a text for a quoted string in JSON or TOML. TOML has no surrogate pairs, so emoji stay as they are."""
+    """Escape text for a quoted string in JSON or TOML. TOML has no surrogate pairs, so emoji stay as they are."""
     return json.dumps(text, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 
@@ -109,7 +109,8 @@ _LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 _CLAUDE = HarnessPreset(
     dialect=ApiDialect.MESSAGES,
-    # All its tools together would add 60,000 characters to each prompt, and one of them makes its own model calls.
+    # All of the harness's tools together would add 60,000 characters to each prompt, and one of them makes its own
+    # model calls.
     flags=("--tools=Bash,Edit,Read,Write",),
     unattended=("--dangerously-skip-permissions",),
     variables={
@@ -123,7 +124,7 @@ _CLAUDE = HarnessPreset(
         "DISABLE_AUTO_COMPACT": "1",
         "DISABLE_PROMPT_CACHING": "1",
         "ENABLE_TOOL_SEARCH": "false",
-        "IS_SANDBOX": "1",  # without it, root may not use --dangerously-skip-permissions
+        "IS_SANDBOX": "1",  # without this, root may not use --dangerously-skip-permissions
     },
     files={
         # Without this file, a session in a terminal begins with the onboarding questions.
@@ -133,7 +134,7 @@ _CLAUDE = HarnessPreset(
         # By default, an extra model call would judge each tool call.
         "claude/settings.json": _as_json({"permissions": {"defaultMode": "default"}}),
     },
-    unset=("ANTHROPIC_API_KEY",),  # it would ask whether to use the key; it uses ANTHROPIC_AUTH_TOKEN without asking
+    unset=("ANTHROPIC_API_KEY",),  # a user would be asked about this key, but not about ANTHROPIC_AUTH_TOKEN
 )
 
 _CODEX = HarnessPreset(
@@ -254,7 +255,8 @@ PRESETS: dict[str, HarnessPreset] = {
 
 
 def preset_of(program: str, named: str = "") -> HarnessPreset | None:
-    """Return the preset `named`, by default the one for `program`, or None. Raises `Refused` for an unknown name."""
+    """Return the preset `named`, by default the one for `program`, or None if there is none. Raises `Refused` for an
+    unknown name."""
     if named and named != NO_PRESET and named not in PRESETS:
         raise Refused(Code.BAD_CONFIG, f"there is no preset {named!r}: use one of {', '.join(PRESETS)}, {NO_PRESET}")
     return PRESETS.get(named or PurePath(program).name)

@@ -15,14 +15,14 @@ from bombus.errors import BombusError
 from bombus.hive.failures import FailureKind
 from bombus.machine.process import die_with_this_process
 
-GRACE_S = 5.0  # time between the request to end and the kill
+GRACE_S = 5.0  # time between asking a program to end and killing it
 LOOK_S = 1.0  # time between checks of how much a program has printed
 OUTPUT_BYTES_MAX = 256 << 20
 TAIL_BYTES = 4000
 
 
 class CannotStart(BombusError):
-    """The program does not exist, or may not be run."""
+    """Raised if the program does not exist, or may not be run."""
 
 
 class StopReason(StrEnum):
@@ -36,7 +36,7 @@ class StopReason(StrEnum):
 
     @property
     def failure(self) -> FailureKind:
-        """Return the kind of failure of an episode whose agent was stopped. What the agent printed counts as its
+        """Return the kind of failure of an episode whose agent was stopped. Too much printed output counts as too many
         tokens."""
         match self:
             case StopReason.TIMEOUT:
@@ -52,8 +52,8 @@ class StopReason(StrEnum):
 class OutputFile:
     """A new file for a program's output.
 
-    It is read back through the descriptor that created it, so the program cannot interfere by replacing it, for example
-    with a link to another file or with a pipe that has no writer.
+    The output is read back through the descriptor that created the file, so the program cannot interfere by replacing
+    the file, for example with a link to another file or with a pipe that has no writer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class EndedProgram(msgspec.Struct, frozen=True):
 async def run_program(
     program: Program, timeout_s: float, stop: "asyncio.Future[StopReason] | None" = None
 ) -> EndedProgram:
-    """Run a program until it ends, a limit is reached or `stop` has a result, then end all processes of its group.
+    """Run a program until it ends, a limit is reached or `stop` has a result, then end all processes in its group.
 
     Raises `CannotStart` if the program cannot be run.
     """
@@ -130,7 +130,7 @@ async def _started(program: Program) -> asyncio.subprocess.Process:
 
 
 async def _over(waited: "set[asyncio.Future[Any]]", deadline: float, program: Program) -> StopReason | None:
-    """Wait until one of `waited` is done and return None, or until a limit is reached and return which one."""
+    """Wait until one of `waited` is done or a limit is reached. Return None, or which limit it was."""
     while True:
         left = deadline - time.monotonic()
         done, _ = await asyncio.wait(waited, timeout=min(max(left, 0.0), LOOK_S), return_when=asyncio.FIRST_COMPLETED)

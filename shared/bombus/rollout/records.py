@@ -91,7 +91,7 @@ class RecordFolder:
     def played(self) -> Counter[str]:
         """Return how many episodes of each task earlier runs have finished, with a reward or aborted at a limit.
 
-        If a kill cut the last line short, the line does not count, and a newline is appended to it.
+        If the last line was cut short when a run was killed, the line does not count, and a newline is appended to it.
         """
         if not self._lines.exists():
             return Counter()
@@ -129,7 +129,7 @@ class FailuresInARow:
         self._failed: Counter[str] = Counter()
 
     def add(self, task: AgentTask, result: PlayedEpisode | LostEpisode) -> str:
-        """Count an episode. Return why the next episodes are expected to fail too, or "".
+        """Count an episode. Return why the next episodes are expected to fail too, or "" if they are not.
 
         If there are several tasks, half of `FAILURES_IN_A_ROW` must come from tasks other than the one that failed
         most: one bad task says nothing about the others.
@@ -145,7 +145,7 @@ class FailuresInARow:
 
 
 class RolloutTally:
-    """Counts the episodes of a rollout. `total` is None if a number of trainer steps ends the rollout instead."""
+    """Counts the episodes of a rollout. `total` is None if the rollout ends after a number of trainer steps instead."""
 
     def __init__(self, total: int | None) -> None:
         self.total = total
@@ -158,7 +158,8 @@ class RolloutTally:
         self._rewards_before = 0  # number of rewards before the newest step
 
     def stepped(self, steps: int) -> list[float]:
-        """Record that the trainer has now made this many steps, and return the rewards since the previous call."""
+        """Record that the trainer has now made this many steps, and return the rewards added since the previous
+        call."""
         since, self._rewards_before, self.steps = self.rewards[self._rewards_before :], len(self.rewards), steps
         return since
 

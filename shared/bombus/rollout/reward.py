@@ -32,9 +32,10 @@ _NEARLY = re.compile(
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """The result of a reward command. If the command failed and gave 0, `complaint` is its last line of errors.
+    """The result of a reward command. If the command failed and the reward is 0, `complaint` is the last line of the
+    command's errors.
 
-    `parts` are the named rewards of a `reward.json`, or empty if there is none.
+    `parts` are the named rewards in a `reward.json`, or empty if there is none.
     """
 
     reward: float
@@ -43,7 +44,8 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 def judgement_of(exit_code: int, output: str, errors: str, raised: bool = False) -> Judgement:
-    """Return a reward command's result. Raises `InfraError` as `reward_of` does, adding its last line of errors."""
+    """Return a reward command's result. Raises `InfraError` as `reward_of` does, adding the last line of the command's
+    errors."""
     lines = errors.strip().splitlines()
     said = lines[-1] if lines else ""
     try:
@@ -58,7 +60,7 @@ def reward_of(exit_code: int, output: str, raised: bool = False) -> float:
     other.
 
     Raises `InfraError` if the command did not judge: a signal ended it, it has `raised` (see `has_raised`), its program
-    could not start, one of its last two lines looks like a malformed reward, or the hive does not accept its number.
+    could not start, one of its last two lines looks like a malformed reward, or the hive does not accept the number.
     """
     check_signal(exit_code)
     lines = [line.strip() for line in _UNSEEN.sub("", output).splitlines() if line.strip()]
@@ -74,10 +76,10 @@ def reward_of(exit_code: int, output: str, raised: bool = False) -> float:
 
 
 def has_raised(errors: str, words: Sequence[str], workspace: Path) -> bool:
-    """Return whether a command's errors end with an exception of its own Python program, which is among its `words`.
+    """Return whether a command's errors end with an exception in its own Python program, which is among its `words`.
 
     A failed `assert` is a verdict. An exception is the agent's, not the command's, if it comes from a program that the
-    command runs, or has a frame in the workspace, in a relative path, or in a text that was executed.
+    command runs, or has a frame in the workspace, in a relative path, or in code that was executed from a string.
     """
     _, _, traced = errors.rstrip().rpartition(TRACEBACK)
     works = (str(workspace), str(workspace.resolve()))
@@ -95,7 +97,7 @@ def is_reward(number: float) -> bool:
 
 
 def check_signal(exit_code: int) -> None:
-    """Raise `InfraError` if a signal ended the command: a number that it printed before cannot be trusted."""
+    """Raise `InfraError` if a signal ended the command: a number that the command printed earlier cannot be trusted."""
     if exit_code < 0:
         raise InfraError(f"the reward command was ended by signal {-exit_code}")
     if exit_code in SIGNALLED:
@@ -103,7 +105,7 @@ def check_signal(exit_code: int) -> None:
 
 
 def _check_intended(last_lines: Sequence[str]) -> None:
-    """Raise `InfraError` if one of the last two lines seems to be meant as the reward, so that the exit code is not."""
+    """Raise `InfraError` if one of the last two lines seems to be the intended reward, so the exit code cannot be."""
     for where, line in zip(("last line", "last line but one"), reversed(last_lines), strict=False):
         if _NUMBER.fullmatch(line) or _NEARLY.fullmatch(line):
             raise InfraError(

@@ -24,18 +24,18 @@ log = logging.getLogger("bombus")
 
 ABORT_S = 15.0  # time for the request that aborts the open episodes at the end
 STEP_LOOK_S = 1.0
-FAILURE_PAUSE_S = 1.0  # pause before a worker's next episode after an infrastructure failure
+FAILURE_PAUSE_S = 1.0  # a worker's pause before its next episode after an infrastructure failure
 
 
 class RolloutListener:
-    """Receives the events of a rollout. This base class ignores them."""
+    """Receives the events of a rollout. This base class ignores all of them."""
 
     def changed(self, tally: RolloutTally) -> None: ...
 
     def finished(self, task: AgentTask, result: PlayedEpisode | LostEpisode, tally: RolloutTally) -> None: ...
 
     def stepped(self, rewards: Sequence[float], tally: RolloutTally) -> None:
-        """Handle a step of the trainer. `rewards` are the rewards since its previous step."""
+        """Handle a step of the trainer. `rewards` are those since the trainer's previous step."""
 
 
 class RolloutRun:
@@ -48,11 +48,11 @@ class RolloutRun:
         self._listener = listener
         self._kept = RecordFolder(options.out) if options.out is not None else None
         done = self._kept.played() if self._kept is not None else None
-        self.done_before = sum(done.values()) if done else 0  # in earlier runs, according to the folder of `--out`
+        self.done_before = sum(done.values()) if done else 0  # played by earlier runs, according to `--out`'s folder
         self._schedule = Schedule(plan.tasks, repeat, plan.epochs, options.seed, done)
         self._watch = EpisodeWatch(client, plan.limits)
         self._player = EpisodePlayer(plan, client, self._watch, self._kept)
-        self._numbers = itertools.count()  # names of episodes' folders, never reused: removal may fail
+        self._numbers = itertools.count()  # names for episodes' folders, never reused: removing a folder may fail
         self._failures = FailuresInARow(len(plan.tasks))
         self.tally = RolloutTally(self._schedule.total if options.steps is None else None)
 
@@ -119,7 +119,8 @@ class RolloutRun:
     async def _follow_steps(self, first: int, workers: Sequence["asyncio.Task[None]"]) -> None:
         """Count the trainer's steps from `first`, and stop the workers when the wanted number is reached.
 
-        Workers that are reporting a reward may finish, so that the tally has all episodes of the trainer's batches.
+        Workers that are reporting a reward may finish, so that the tally includes all episodes in the trainer's
+        batches.
         """
         wanted = self._plan.options.steps
         while wanted is None or self.tally.steps < wanted:

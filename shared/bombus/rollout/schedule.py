@@ -11,14 +11,14 @@ from bombus.rollout.tasks import AgentTask
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """An episode to play. `failed` counts its earlier attempts that the infrastructure failed."""
+    """An episode to play. `failed` counts earlier attempts at it that failed because of the infrastructure."""
 
     task: AgentTask
     failed: int = 0
 
 
 class Schedule:
-    """Hands out each task `repeat` times, one task after another, for this many epochs, or endlessly if `epochs` is
+    """Hands out each task `repeat` times, one task after another, for `epochs` epochs, or endlessly if `epochs` is
     None.
 
     With a seed, each epoch is shuffled differently; without one, the tasks keep the order of the file. `done` counts
@@ -54,7 +54,7 @@ class Schedule:
         self._stopped = True
 
     def again(self, attempt: Attempt, *, failed: bool) -> None:
-        """Queue an episode again, before all new ones, so that its group is soon complete."""
+        """Queue an episode again, ahead of all new ones, so that its group is soon complete."""
         self._again.append(Attempt(attempt.task, attempt.failed + failed))
 
 

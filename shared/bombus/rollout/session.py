@@ -1,4 +1,4 @@
-"""Plays one episode by hand: runs a harness in the terminal with a model of the hive."""
+"""Plays one episode by hand: runs a harness in the terminal with one of the hive's models."""
 
 import signal
 import subprocess
@@ -35,7 +35,7 @@ class HarnessSession(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def open_session(client: SwarmClient, kind: EpisodeKind) -> Iterator[Credentials]:
-    """Claim an episode and keep it alive while the block runs. It is aborted if the block fails."""
+    """Claim an episode and keep it alive while the block runs. The episode is aborted if the block fails."""
     (claimed,) = client.begin_episodes(1, episode_type=kind, max_episode_time=DAY_S)
     try:
         with _signals_raised(), client.keep_alive(claimed.episode_uuid, every_s=KEEP_ALIVE_S):
@@ -62,7 +62,7 @@ def run_harness(session: HarnessSession, credentials: Credentials, scratch: Path
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Raise `SystemExit` when the terminal is closed or the process is asked to end."""
+    """Raise `SystemExit` when the terminal is closed or the process is told to end."""
     earlier = {number: signal.signal(number, _leave) for number in (signal.SIGHUP, signal.SIGTERM) if is_heeded(number)}
     try:
         yield

@@ -10,15 +10,15 @@ import msgspec
 from bombus.json_lines import read_json_lines
 
 TASK_ID_CHARACTERS = 512  # the longest id that the hive accepts
-TASK_BYTES = 100_000  # Linux does not allow an argument or variable of over 128 KiB
+TASK_BYTES = 100_000  # Linux does not allow an argument or a variable of more than 128 KiB
 PATH_FIELDS = frozenset({"workspace", "folder"})  # command fields that every episode has, whatever its task
 
 
 class TaskPackage(msgspec.Struct, frozen=True, kw_only=True):
     """A task folder in Harbor's format, and the limits that it sets, in seconds.
 
-    `files` is the folder that is copied into the agent's working directory, or None to leave that empty. The folder
-    `hidden` is hidden from agents.
+    `files` is the folder that is copied into the agent's working directory, or None to leave that directory empty. The
+    folder `hidden` is hidden from agents.
     """
 
     folder: Path
@@ -32,7 +32,7 @@ class TaskPackage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task for an agent. `fields` contains everything on its line except the id and the prompt.
+    """A task for an agent. `fields` contains everything on the task's line except the id and the prompt.
 
     A task with a `package` has its own sandbox, limits and reward.
     """
@@ -46,18 +46,18 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode({"task_id": self.task_id, "prompt": self.prompt, **self.fields}).decode()
 
     def words(self) -> dict[str, str]:
-        """Return the text that each of this task's fields puts into a command: strings as they are, other values as
+        """Return the text that each of this task's fields has in a command: strings as they are, other values as
         JSON."""
         values = {"task_id": self.task_id, "prompt": self.prompt, **self.fields}
         return {name: value if isinstance(value, str) else _json(value) for name, value in values.items()}
 
 
 def read_tasks(path: Path) -> list[AgentTask]:
-    """Return the tasks of a file, one for each non-empty line.
+    """Return the tasks in a file, one for each non-empty line.
 
     A line must be an object with the string `prompt`. Its `task_id` defaults to the file's name, the line's number and
     the line's digest, so that another file with the same name has different tasks. Its other fields can be used in
-    commands. Raises `Refused` with the number of the invalid line.
+    commands. Raises `Refused` with the number of an invalid line.
     """
     seen: dict[str, int] = {}
 
@@ -88,7 +88,7 @@ def task_of(line: str, default_id: str) -> AgentTask:
 def checked_task(task_id: object, prompt: str, fields: dict[str, Any], package: TaskPackage | None = None) -> AgentTask:
     """Return a task, after checking it against the limits of the hive and of a program's arguments.
 
-    Raises `ValueError` if it exceeds them.
+    Raises `ValueError` if the task exceeds them.
     """
     if not isinstance(task_id, str) or not 1 <= len(task_id) <= TASK_ID_CHARACTERS:
         raise ValueError(f"`task_id` must be a string of 1 to {TASK_ID_CHARACTERS} characters")

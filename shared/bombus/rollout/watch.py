@@ -12,7 +12,7 @@ from bombus.sdk.types import EpisodeUsage
 
 LOOK_S = 1.0
 EPISODES_PER_REQUEST = 1024
-MISSED_LOOKS = 2  # checks without an episode before it counts as over; after one, a gateway may just not know it yet
+MISSED_LOOKS = 2  # checks without an episode before it counts as over: a gateway may just not know it yet at the first
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedEpisode:
-    """An episode that is being played. `stop` gets a result when its agent has to stop."""
+    """An episode that is being played. `stop` gets a result when the episode's agent has to stop."""
 
     def __init__(self) -> None:
         self.stop: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
@@ -53,7 +53,7 @@ class EpisodeWatch:
         self._client = client
         self._limits = limits
         self._watched: dict[str, WatchedEpisode] = {}
-        self.has_seen_calls = False  # true once any episode has made one
+        self.has_seen_calls = False  # true once any episode has made a call
 
     @property
     def count(self) -> int:

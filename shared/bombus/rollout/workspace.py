@@ -1,4 +1,4 @@
-"""The folder of an episode: a copy of the workspace, and a home and a folder for temporary files beside it."""
+"""The folder of an episode: a copy of the workspace, with a home and a folder for temporary files beside it."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger("bombus")
 # Copies share blocks with the original where the file system supports it.
 COPY = ("cp", "-a", "--reflink=auto") if sys.platform == "linux" else ("cp", "-a")
 
-# Variables that make git use a repository other than the one of its folder (`git rev-parse --local-env-vars`).
+# Variables that make git use a repository other than the one in its folder (`git rev-parse --local-env-vars`).
 GIT_ELSEWHERE = frozenset(
     {
         "GIT_ALTERNATE_OBJECT_DIRECTORIES",
@@ -62,7 +62,7 @@ class EpisodeFolder(msgspec.Struct, frozen=True):
 
     @property
     def home(self) -> Path:
-        """Return the folder in which a harness keeps its configuration and its memory."""
+        """Return the folder in which a harness keeps its configuration and memory."""
         return self.path / "home"
 
     @property
@@ -167,12 +167,12 @@ def _check_writable(folder: Path, what: str) -> None:
 
 @asynccontextmanager
 async def episode_folder(path: Path, workspace: Path | None) -> AsyncIterator[EpisodeFolder]:
-    """Make the folder of an episode, with a copy of the workspace or an empty one, and remove it afterwards.
+    """Make the folder of an episode, with a copy of the workspace or an empty workspace, and remove it afterwards.
 
     Raises `InfraError` if the workspace cannot be copied, and `OSError` if a folder cannot be made because it already
     exists or the disk is full.
     """
-    # One level deeper than the other folders, because a workspace may have the same name as one of them.
+    # The copy is one level deeper than the other folders, because a workspace may have the same name as one of them.
     folder = EpisodeFolder(path, path / "copy" / (workspace.name if workspace is not None else "workspace"))
     made = (path, folder.outputs)
     for each in made:
@@ -189,7 +189,7 @@ async def episode_folder(path: Path, workspace: Path | None) -> AsyncIterator[Ep
 
 
 def check_room(folder: Path) -> None:
-    """Raise `OSError` if no file can be written there, for example because the disk is full."""
+    """Raise `OSError` if no file can be written in the folder, for example because the disk is full."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(ROOM_BYTES))
         file.flush()
@@ -199,7 +199,7 @@ async def _copy(source: Path, folder: EpisodeFolder) -> None:
     """Copy a workspace into the folder of an episode. Raises `InfraError` if that fails.
 
     The copying program has its own process group, so that a Ctrl-C in the terminal reaches only bombus, which then ends
-    it.
+    the program.
     """
     with OutputFile(folder.outputs / "copy.txt") as printed:
         words = (*COPY, "--", f"{source}/.", str(folder.workspace))

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _LoopRuntime:
-    """Waits in the caller's event loop, and runs agents in tasks. Cancelled tasks stop without being checked."""
+    """Waits in the caller's event loop, and runs agents in tasks. Cancelled tasks stop without a check."""
 
     def __init__(self, http: httpx.AsyncClient, sleep: Callable[[float], Awaitable[None]]) -> None:
         self._http = http
@@ -117,7 +117,7 @@ class AsyncSwarmClient(HiveCore):
 
     @property
     def lost_episodes(self) -> Counter[str]:
-        """Return how many episodes of groups were lost, by error type. The caller may replace the counter."""
+        """Return how many of the groups' episodes were lost, by error type. The caller may replace the counter."""
         return self._playing.lost
 
     @lost_episodes.setter

@@ -36,7 +36,7 @@ class ClaimedEpisodes:
         self.shortest_idle_s = math.inf  # shortest idle limit of all episodes ever claimed
         self._lock = threading.Lock()
         self._over_at: dict[str, float] = {}  # open episode -> when its time is over
-        self._multi_model: dict[str, None] = {}  # episodes that are parts of multi-model episodes
+        self._multi_model: dict[str, None] = {}  # episodes that are part of multi-model episodes
         self._sampled: dict[str, bool] = {}  # episode claimed with a sampler -> whether this client has ended it
         self._taking: set[str] = set()  # sampled episodes that a call of `take_datums` is reading
 
@@ -78,7 +78,7 @@ class ClaimedEpisodes:
     def finished(self, episode: str) -> bool:
         """Record that an agent is done, and return whether it was in time.
 
-        If it was, its episode may then wait for the others of its group for as long as they take.
+        If the agent was in time, its episode may then wait for the rest of its group for as long as they take.
         """
         if self.is_late(episode):
             return False

@@ -28,7 +28,7 @@ from bombus.sdk.types import EpisodeKind, MultiModelEpisode, Task, WorkflowOutpu
 
 log = logging.getLogger("bombus")
 
-KEPT_ALIVE_S = 5.0  # wait for a heartbeat that is still in progress when the block ends
+KEPT_ALIVE_S = 5.0  # how long to wait for a heartbeat that is still in progress when the block ends
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class _ThreadRuntime:
 
 @contextmanager
 def beating(touch: Callable[[], object], every_s: float) -> Iterator[None]:
-    """Call `touch` every few seconds in a separate thread while the block runs."""
+    """Call `touch` every `every_s` seconds in a separate thread while the block runs."""
     over = threading.Event()
 
     def beat() -> None:
@@ -133,8 +133,8 @@ class SwarmClient:
     """A client of one engine. Threads may share it.
 
     `retry_s` is how long a request is retried while the server is away or busy. `engine` is for hives that train
-    several models. `api_key` is for hives that require one: either their client key or, to start and stop engines as
-    well, their admin key. It may also be part of the address (`http://host:10086/k/<key>`), or come from
+    several models. `api_key` is for hives that require one: either the hive's client key or, to start and stop engines
+    as well, its admin key. The key may also be part of the address (`http://host:10086/k/<key>`), or come from
     `$BOMBUS_ADMIN_KEY` or `$BOMBUS_CLIENT_KEY`. `transport_` and `sleep` are for tests. The errors that methods raise
     are in `bombus.sdk.errors`.
     """
@@ -178,7 +178,7 @@ class SwarmClient:
 
     @property
     def lost_episodes(self) -> Counter[str]:
-        """Return how many episodes of groups were lost, by error type. The caller may replace the counter."""
+        """Return how many of the groups' episodes were lost, by error type. The caller may replace the counter."""
         return self._playing.lost
 
     @lost_episodes.setter
@@ -211,7 +211,7 @@ class SwarmClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- operations of one or a few requests: see `ClientCore` and `HiveCore` for code and documentation ------
+    # ---- operations that take one or a few requests: see `ClientCore` and `HiveCore` for code and documentation ------
 
     begin_episode = _blocking(HiveCore.begin_episode)
     begin_episodes = _blocking(HiveCore.begin_episodes)
@@ -271,9 +271,9 @@ class SwarmClient:
         `func` begins and ends its own episode. With `auto_retry`, a call that raises is repeated up to twice, after a
         pause. Raises `EpisodesFailed` once all tasks are done if some of them failed for good.
 
-        If it is interrupted (Ctrl-C), the episodes that `func` has begun are aborted, and every operation of this
-        client in `func` raises `KeyboardInterrupt`. Code in `func` that keeps running is given only a few seconds to
-        end.
+        If this method is interrupted (Ctrl-C), the episodes that `func` has begun are aborted, and every operation of
+        this client in `func` raises `KeyboardInterrupt`. Code in `func` that keeps running is given only a few seconds
+        to end.
         """
         return _carried_out(self._playing.run_tasks(tasks, func, max_workers, auto_retry))
 
@@ -322,7 +322,7 @@ class SwarmClient:
         max_workers: int | None = None,
         replace_infra: int = 0,
     ) -> list[MultiModelResult | None]:
-        """Run `n` multi-model episodes of one task, as `run_group` runs episodes.
+        """Run `n` multi-model episodes of one task, in the same way as `run_group` runs episodes.
 
         `func(task, episode)` returns the outcome or the reward of each role; it may be a coroutine function.
         """
@@ -339,7 +339,7 @@ class SwarmClient:
 
 
 def start_engines(pairs: Sequence[tuple[SwarmClient, JobLike]], force_restart: bool = False) -> None:
-    """Bring several engines to ROLLING at the same time. Raises an `ExceptionGroup` of their errors."""
+    """Bring several engines to ROLLING at the same time. Raises their errors as an `ExceptionGroup`."""
     with ThreadPoolExecutor(max(1, len(pairs))) as pool:
         started = [
             pool.submit(client.auto_sync_train_config_and_start_engine, job, force_restart) for client, job in pairs

@@ -64,13 +64,13 @@ from bombus.sdk.types import (
 
 log = logging.getLogger("bombus")
 
-CLAIM_WAIT_S = 20.0  # how long the server waits to grant a claim before it answers
+CLAIM_WAIT_S = 20.0  # how long the server waits to grant a claim before it replies
 CLAIM_PAUSE_S = 1.0  # pause before the next claim if the server did not wait
 THROTTLE_PAUSE_S = 2.0
-REPLACE_WAIT_S = 60.0  # wait for an episode in place of a lost one
+REPLACE_WAIT_S = 60.0  # how long to wait for an episode in place of a lost one
 POLL_S = 0.5
 USAGE_PAUSE_S = 0.2
-CALL_COUNTED_S = 2.0  # the longest time from a call's answer until the call is counted
+CALL_COUNTED_S = 2.0  # the longest time from the answer to a call until the call is counted
 START_TIMEOUT_S = 600.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 10.0
 READ_AT_ONCE = 256  # ended episodes in one request; the server returns as many as fit
@@ -98,7 +98,7 @@ class Exchange(Protocol):
         ...
 
     def note_claimed(self, episodes: Sequence[str]) -> None:
-        """Record that these episodes were claimed. They are given back if the program is interrupted."""
+        """Record that these episodes were claimed. If the program is interrupted, they are given back."""
         ...
 
 
@@ -116,9 +116,9 @@ def finished(operation: Coroutine[Any, Any, T]) -> T:
 class ClientCore:
     """The operations of one client on its engine. Safe to use from many threads.
 
-    `server_url` is the hive's address, without an engine's prefix. `claimed` contains the client's episodes, and its
-    clock. `jitter` returns numbers from 0 to 1. `on_claimed` is called with the seconds of silence after which the hive
-    considers this client dead; without it, the client does not send heartbeats.
+    `server_url` is the hive's address, without an engine's prefix. `claimed` contains the client's episodes and the
+    client's clock. `jitter` returns numbers from 0 to 1. `on_claimed` is called with the seconds of silence after which
+    the hive considers this client dead; without `on_claimed`, the client does not send heartbeats.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a client
@@ -202,7 +202,7 @@ class ClientCore:
     async def _command(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        """Send a command that the engine may refuse because of its phase. Raises `WrongPhase` if it does."""
+        """Send a command that the engine may refuse because of its phase. Raises `WrongPhase` if the engine refuses."""
         reply = await self._request("POST", path, body, timeout_s)
         if not reply.get("success"):
             raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
@@ -237,7 +237,7 @@ class ClientCore:
         The server aborts the episode after `discard_episode_timeout` seconds without a call or a touch, by default 240
         seconds or two steps of the engine, whichever is longer. Regardless of that timeout, it also aborts the episode
         if this process has been silent for the job's `collection.client_silence_s`. After `max_episode_time` seconds
-        (default: twice `discard_episode_timeout`), `end_episode` aborts it instead of ending it. Raises
+        (default: twice `discard_episode_timeout`), `end_episode` aborts the episode instead of ending it. Raises
         `EngineOffline`, or `NoEpisode` after `max_wait_s`.
 
         If you train with your own loop (docs/training.md), `sampler` is the path of the saved model that the episode
@@ -346,8 +346,8 @@ class ClientCore:
         """Abort the episodes of a claim whose caller was interrupted before the reply arrived.
 
         The server grants a claim id only once, so repeating the claim returns what the lost reply contained. Each
-        request is tried only once: an interrupted program is about to exit, and episodes left open are aborted once
-        idle.
+        request is tried only once: an interrupted program is about to exit, and episodes that are left open are aborted
+        once they go idle.
         """
         send = self._exchange.send
         reply = await send(posted(path, body | {"wait_s": 0.0, "waited_s": 0.0}, GIVE_BACK_S))
@@ -358,7 +358,8 @@ class ClientCore:
     def _credentials(
         self, episode: Mapping[str, str], model: str, at: str = "", version: int | None = None
     ) -> Credentials:
-        """Return the credentials that an agent needs. `at` is the hive's address if the client has a different one."""
+        """Return the credentials that an agent needs. `at` is the hive's address if it differs from the client's
+        URL."""
         return Credentials(
             base_url=(at or self.server_url) + urlsplit(episode["openai_base_url"]).path,
             api_key=episode["openai_api_key"],
@@ -401,7 +402,7 @@ class ClientCore:
         await self.end_episodes([(task, episode_uuid, workflow_output)])
 
     async def end_episodes(self, ends: Sequence[EpisodeReport]) -> None:
-        """Report (task, episode id, outcome) for several episodes in one request, all or none.
+        """Report several episodes, each as (task, episode id, outcome), in one request, all or none.
 
         Episodes that have lasted too long are aborted instead, with a warning.
         """
@@ -416,7 +417,8 @@ class ClientCore:
         self.claimed.ended([episode for _, episode, _ in ends if episode not in late])
 
     async def abort_episode(self, episode_uuid: str, *, failure: FailureKind | None = None, detail: str = "") -> None:
-        """Abort an episode. `failure` says what failed; omit it if nothing did and the episode is just not needed."""
+        """Abort an episode. `failure` says what failed; omit it if nothing failed and the episode is just not
+        needed."""
         await self.abort_episodes([episode_uuid], failure=failure, detail=detail)
 
     async def abort_episodes(
@@ -430,7 +432,7 @@ class ClientCore:
         self.claimed.over(episode_uuids)
 
     async def _report(self, path: str, body: dict[str, Any], ends: Sequence[dict[str, Any]]) -> None:
-        """Report the `ends` in a body. They are sent without kinds of failure if the hive is older than this client."""
+        """Report the `ends` in a body. If the hive is older than this client, the kinds of failure are left out."""
         try:
             await self._post(path, body)
         except SwarmError as error:
@@ -448,8 +450,9 @@ class ClientCore:
         episodes.
 
         By default, these are all episodes that this client has begun with a `sampler`, has ended, and has not taken
-        before. Each is compared with the others of its task and sampler taken in the same call, by default as its
-        reward minus their mean. If several calls run at the same time, each episode is taken by only one of them.
+        before. Each episode is compared with the others of its task and sampler that are taken in the same call, by
+        default as its reward minus their mean. If several calls run at the same time, each episode is taken by only one
+        of them.
         """
         compared = Estimator(estimator)
         datums_of((), compared)  # raises for an unusable estimator before anything is taken
@@ -474,7 +477,8 @@ class ClientCore:
     async def _read_ended(self, episodes: list[str]) -> tuple[list[EndedEpisode], list[str]]:
         """Read ended episodes, in as many requests as necessary.
 
-        Returns them, and the ids of those whose calls are lost. Episodes without data are logged with a warning.
+        Returns the episodes, and the ids of those whose calls are lost. Episodes without data are logged with a
+        warning.
         """
         found: list[EndedEpisode] = []
         lost: list[str] = []
@@ -504,7 +508,7 @@ class ClientCore:
         return list((await self._post("/touch_episodes", {"episode_uuids": list(episode_uuids)}))["over"])
 
     async def watch_episodes(self, episode_uuids: Sequence[str]) -> dict[str, EpisodeUsage]:
-        """Keep these episodes from going idle. Returns the usage so far of those still open."""
+        """Keep these episodes from going idle. Returns the usage so far of those that are still open."""
         reply = await self._post("/touch_episodes", {"episode_uuids": list(episode_uuids)})
         if "used" not in reply:
             raise ServerFault("The hive is older than this client: it does not report the usage of episodes.")
@@ -513,8 +517,8 @@ class ClientCore:
     async def episode_usage(self, episode_uuid: str) -> EpisodeUsage | None:
         """Return an episode's usage after its agent's last call, or None if the episode is over.
 
-        A call is counted a moment after it was answered, so this polls until two results are equal, and for longer if
-        no call has been counted.
+        A call is counted a moment after it is answered, so this polls until two results are equal, and for longer if no
+        call has been counted.
         """
         began = self._clock()
         before: EpisodeUsage | None = None
@@ -532,7 +536,7 @@ class ClientCore:
     async def replay_latest_llm_call(self, episode_uuid: str = "") -> dict[str, Any]:
         """Return `{input, output}` of an episode's newest complete call.
 
-        With the admin key and no id, it is the newest of all episodes.
+        With the admin key and no id, return those of the newest call of all episodes.
         """
         return await self._request("POST", "/replay_latest_llm_call", {"episode_uuid": episode_uuid})
 
@@ -567,7 +571,7 @@ class ClientCore:
     async def start_engine(self) -> None:
         """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, or `EngineOffline` with the reason.
 
-        Raises `BadConfig` if the job cannot continue from the checkpoints left by its experiment.
+        Raises `BadConfig` if the job cannot continue from its experiment's checkpoints.
         """
         reply = await self._request("POST", "/start_engine", timeout_s=START_TIMEOUT_S)
         if not reply.get("success"):
@@ -583,12 +587,13 @@ class ClientCore:
         await self.wait_for_status(OFFLINE)
 
     async def resume_engine(self) -> None:
-        """Let a suspended run continue after its cause is gone. Raises `WrongPhase` if the engine runs no job."""
+        """Resume a suspended run once the cause of its suspension is gone. Raises `WrongPhase` if the engine runs no
+        job."""
         await self._command("/resume_engine")
         self._suspended = ""
 
     def _warn_of_suspension(self, reply: Mapping[str, Any]) -> None:
-        """Log each reason for a suspension of the run once, as waiting clients then depend on the operator."""
+        """Log each reason for the run's suspension once, because waiting clients then depend on the operator."""
         why = str(reply.get("suspended", ""))
         if why not in ("", self._suspended):
             log.warning("the run is suspended: %s", why)
@@ -596,9 +601,9 @@ class ClientCore:
         self._suspended = why
 
     async def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> None:
-        """Wait until the engine is in this phase. Raises `EngineOffline` if it goes OFFLINE, or `TimeoutError`.
+        """Wait until the engine is in this phase. Raises `EngineOffline` if the engine goes OFFLINE, or `TimeoutError`.
 
-        If its run is suspended, each reason is logged once.
+        If the engine's run is suspended, each reason is logged once.
         """
         began = self._clock()
         while True:
@@ -678,7 +683,7 @@ def _job_body(job: JobLike) -> dict[str, Any]:
 
 
 def _where_it_goes_on(url: str, reply: Mapping[str, Any]) -> str:
-    """Describe how this program continues an engine that is already running: after which step, and with which pooled
+    """Describe where this program joins an engine that is already running: after which step, and with which pooled
     episodes."""
     left = reply.get("pool_episodes", 0)
     pool = f", and the next batch begins with {left} ended episodes of its pool" if left else ""
@@ -706,7 +711,7 @@ def check_task(task: Task) -> None:
 
 
 def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
-    """Return the request body that reports an episode's end (see `reports`).
+    """Return the body of the request that reports an episode's end (see `reports`).
 
     Raises `NoTaskId` if the task has no id.
     """
@@ -736,7 +741,7 @@ def warn_of_late(episodes: Iterable[str]) -> None:
 
 
 def _granted_ids(reply: ServerReply) -> list[str]:
-    """Return the episodes granted by a claim's reply, or none if it cannot be read.
+    """Return the episodes granted by the reply to a claim, or none if the reply cannot be read.
 
     They include the parts of multi-model episodes.
     """

@@ -100,8 +100,8 @@ class ServerFault(SwarmError):
 class InfraError(BombusError):
     """Raised by an agent if something broke and the model is not to blame: the episode is aborted, not scored.
 
-    `kind` says what broke. By default, it is the tool or the reward if the code of a tool or reward class raises this,
-    and otherwise the environment.
+    `kind` says what broke. By default, this is the tool or the reward if the code of a tool or reward class raises the
+    error, and otherwise the environment.
     """
 
     failure: FailureKind | None = None
@@ -145,7 +145,7 @@ _BY_CODE: dict[str, type[SwarmError]] = {
 
 
 def failure_of(error: BaseException) -> FailureKind:
-    """Return the kind of failure that an agent's error stands for."""
+    """Return the kind of failure that an agent's error indicates."""
     match error:
         case InfraError():
             return error.failure or FailureKind.ENVIRONMENT

@@ -1,6 +1,6 @@
 """A group of episodes of one task: which of them are ended, which are aborted, and which are replaced.
 
-Both clients use it, for single and multi-model episodes.
+Both clients use this module, for single and multi-model episodes.
 """
 
 import logging
@@ -67,7 +67,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     def begin(self, index: int) -> ClaimT:
         """Return the newest episode in a place, whose agent begins now.
 
-        Its time limit is extended by the time it has waited.
+        The episode's time limit is extended by the time that it has waited.
         """
         claimed = self._claimed[index]
         if (since := self._waiting.pop(index, None)) is not None:
@@ -110,7 +110,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     # ---- operations ---------------------------------------------------------------------------------------------
 
     async def replace(self, index: int) -> bool:
-        """Claim another episode in place of one that failed. Returns whether there is a new episode to play."""
+        """Claim another episode in place of one that failed. Returns whether there is now another episode to play."""
         with self._lock:
             if not self._is_replaceable(index):
                 return False
@@ -136,7 +136,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
         An episode that the hive has taken back, or whose report it refuses, is lost without affecting the others. If
         lost episodes are to be replaced, this returns their places before anything has been ended, and must be called
-        again after they were played again.
+        again after the replacements have been played.
         """
         while done := self._done():
             try:
@@ -166,7 +166,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         return self.results
 
     def tell(self) -> None:
-        """If episodes were lost, log how many the group still has, and why the others were lost."""
+        """If episodes were lost, log how many the group still has, and why the lost ones were lost."""
         if self.lost:
             log.warning(
                 "the group of task %s has %d of %d episodes: %s were lost, of which %d were replaced",
@@ -213,7 +213,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
 
 class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):
-    """A group of episodes of one engine."""
+    """A group of episodes on one engine."""
 
     def _ids(self, claimed: Credentials) -> list[str]:
         return [claimed.episode_uuid]

@@ -19,14 +19,14 @@ from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
 THREAD = "bombus-heartbeat"
 BEAT_S = 3.0
 AGAIN_S = 1.0  # pause after a beat that did not reach the hive
-BEATS = 5  # least number of beats within the silence after which the hive considers the client dead
+BEATS = 5  # minimum number of beats within the silence after which the hive considers the client dead
 
 
 class Heartbeat:
-    """Sends one request every few seconds while a client has any open episodes.
+    """Sends a request every few seconds while a client has any open episodes.
 
-    It has its own thread, so that it continues even if an agent blocks the client's thread or loop. The thread ends
-    with the client, even if the client is garbage-collected without having been closed.
+    The heartbeat has its own thread, so that it continues even if an agent blocks the client's thread or loop. The
+    thread ends with the client, even if the client is garbage-collected without having been closed.
     """
 
     def __init__(self, claimed: ClaimedEpisodes, options: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Heartbeat:
         return self._every_s if is_heard else min(self._every_s, AGAIN_S)
 
     def end(self) -> None:
-        """Stop, and abort the open episodes. In a fork of the client's process, they are left alone."""
+        """Stop, and abort the open episodes. In a fork of the client's process, the episodes are left alone."""
         self._over.set()
         if self._process == os.getpid() and (episodes := self._claimed.open()):
             with httpx.Client(**self._options) as http:
@@ -73,8 +73,8 @@ def _end_at_exit() -> None:
 
 
 def end_each(heartbeats: Sequence[Heartbeat], within_s: float) -> None:
-    """End heartbeats one by one until the time is up, as it may be if a hive does not answer. The rest end through
-    silence."""
+    """End heartbeats one by one until the time is up, for example because a hive does not answer. The hives notice the
+    rest by their silence."""
     until = time.monotonic() + within_s
     for heartbeat in heartbeats:
         heartbeat.end()

@@ -63,9 +63,9 @@ class JobConfig:
 class Job:
     """A validated job. Keywords override `base_yaml_config`, and `bombus` (our own groups) overrides keywords.
 
-    Any of the four lengths may be given; the others are derived. `run` is the engine's resulting configuration. Keys of
-    the file that have no effect and are not part of the document that the server reads are logged here. Raises
-    `Refused(BAD_CONFIG)`.
+    Any of the four lengths may be given; the others are derived. `run` is the engine's resulting configuration. If the
+    file has keys that have no effect and are not part of the document that the server reads, they are logged here.
+    Raises `Refused(BAD_CONFIG)`.
     """
 
     def __init__(  # noqa: PLR0913 - AgentJet's signature
@@ -134,7 +134,7 @@ class Job:
 
 @runtime_checkable
 class HasConfig(Protocol):
-    """A job object: ours or AgentJet's, which has the same shape."""
+    """A job object: ours, or AgentJet's, which has the same attributes."""
 
     @property
     def config(self) -> Any: ...
@@ -156,7 +156,7 @@ def job_document(job: JobLike) -> Tree | str:
 
 
 def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
-    """Write all settings below `ajet`, so that a reader of that block alone sees the whole job."""
+    """Write all settings below `ajet`, so that code that reads only that block sees the whole job."""
     effective = run.model_dump(mode="json")
     document = _with(ajet, {})
     for path, value in PASSED_ON.items():
@@ -172,7 +172,8 @@ def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
 
 
 def _left_out(base: RunConfig) -> list[str]:
-    """Return the keys without effect that are outside `ajet`. The job's own document contains only those inside it."""
+    """Return the keys without effect that are outside `ajet`. The job's own document contains only those inside
+    `ajet`."""
     return [key for key in base.ignored if not key.startswith("ajet.")]
 
 

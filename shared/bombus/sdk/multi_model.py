@@ -89,7 +89,7 @@ class HiveCore(ClientCore):
         await self.end_multi_model_episodes([(task, episode, results)])
 
     async def end_multi_model_episodes(self, ends: Sequence[MultiModelReport]) -> None:
-        """Report (task, multi-model episode, results by role) for several episodes in one request, all or none.
+        """Report several episodes, each as (task, multi-model episode, results by role), in one request, all or none.
 
         Episodes that have lasted too long are aborted instead, with a warning.
         """
@@ -143,6 +143,6 @@ def check_roles(episode: MultiModelEpisode, results: MultiModelResult) -> None:
 
 
 def end_parts(task: Task, episode: MultiModelEpisode, results: MultiModelResult) -> list[dict[str, Any]]:
-    """Return the report of a multi-model episode. Raises `ValueError` as `check_roles` does."""
+    """Return the report on a multi-model episode. Raises `ValueError` as `check_roles` does."""
     check_roles(episode, results)
     return [end_body(task, one.episode_uuid, output_of(results[role])) for role, one in episode.credentials.items()]

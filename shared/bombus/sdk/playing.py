@@ -1,4 +1,4 @@
-"""Runs many episodes at the same time, and groups of them, in threads or on an event loop."""
+"""Runs many episodes, or groups of episodes, at the same time, in threads or on an event loop."""
 
 import threading
 from collections import Counter
@@ -35,12 +35,12 @@ class Runtime(Exchange, Protocol):
     def beating(
         self, touch: Callable[[], Coroutine[Any, Any, object]], every_s: float
     ) -> AbstractAsyncContextManager[None]:
-        """Call `touch` every few seconds while the block runs."""
+        """Call `touch` every `every_s` seconds while the block runs."""
         ...
 
 
 class Playing:
-    """Calls agents for tasks, many at the same time. `lost` counts the lost episodes of groups by error type."""
+    """Calls agents for tasks, many at the same time. `lost` counts the groups' lost episodes by error type."""
 
     def __init__(self, core: HiveCore, runtime: Runtime) -> None:
         self.lost: Counter[str] = Counter()

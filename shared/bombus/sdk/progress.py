@@ -1,4 +1,4 @@
-"""A progress bar on stderr: one line, redrawn at most ten times a second. It is shown only if stderr is a terminal."""
+"""A progress bar on stderr: one line, redrawn at most ten times a second, and shown only if stderr is a terminal."""
 
 import sys
 import threading

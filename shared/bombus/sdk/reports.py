@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 METRICS_MAX = 1024
 NAME_CHARACTERS_MAX = 256  # length of a metric's name
 VALUES_MAX = METADATA_BYTES_MAX  # values examined in one report, as each takes at least one byte
-WARNED_MAX = 1024  # places for which a warning is remembered
+WARNED_MAX = 1024  # number of places for which a warning is remembered
 SHOWN_CHARACTERS = 100
 _INTEGERS = range(-(1 << 63), 1 << 64)  # representable in MessagePack
 _TOO_LARGE = (
@@ -54,11 +54,11 @@ def read_report(metadata: object, log_metrics: object, is_success: object) -> Au
 
 
 class _NotPlain(Exception):
-    """A value cannot be represented in JSON, or does not fit. The text gives the reason."""
+    """Raised if a value cannot be represented in JSON, or does not fit. The text gives the reason."""
 
 
 class _Reading:
-    """Reads one report. `room` is how many more bytes it may take."""
+    """Reads one report. `room` is how many more bytes the report may take."""
 
     def __init__(self) -> None:
         self.room = METADATA_BYTES_MAX - 16  # room for the headers of both maps
@@ -133,9 +133,9 @@ class _Reading:
         return None
 
     def _plain(self, value: object, place: str, depth: int) -> Any:
-        """Return a value in JSON form, leaving out those of its parts that have none.
+        """Return a value in JSON form, leaving out any of its parts that have no JSON form.
 
-        Raises `_NotPlain` if the value itself has none.
+        Raises `_NotPlain` if the value itself has no JSON form.
         """
         self._values_left -= 1
         if self._values_left < 0:
@@ -183,12 +183,12 @@ def _number_of(value: Integral | Real | Decimal) -> int | float | str | None:
         if isinstance(value, Integral):
             return int(value) if int(value) in _INTEGERS else str(int(value))
         return float(value) if math.isfinite(value) else None
-    except Exception as error:  # it is too large, or its own code raises
+    except Exception as error:  # the number is too large, or its own code raises
         raise _NotPlain(f"{_shown(value)} cannot be represented in JSON") from error
 
 
 def _form_of(value: object) -> object:
-    """Return a simpler form of an object: the numbers of an array, the fields of a model, the text of a date.
+    """Return a simpler form of an object: the numbers in an array, the fields of a model, the text of a date.
 
     Raises `_NotPlain` if there is none.
     """

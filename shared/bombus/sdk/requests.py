@@ -60,8 +60,8 @@ def is_success(reply: ServerReply | NoReply) -> TypeGuard[ServerReply]:
 def is_away(reply: ServerReply | NoReply, error: SwarmError) -> bool:
     """Return whether the server is temporarily unavailable.
 
-    A fault reported by the hive has a code: a 500 without a code comes from a proxy, or from a server that is shutting
-    down.
+    A fault that the hive itself reports has a code: a 500 without a code comes from a proxy, or from a server that is
+    shutting down.
     """
     return isinstance(reply, NoReply) or reply.status in AWAY or (reply.status == 500 and not error.code)
 

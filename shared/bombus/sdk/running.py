@@ -36,7 +36,7 @@ AsyncAgent = Callable[[Task, Credentials], Awaitable[AgentResult]]
 
 
 def output_of(result: AgentResult) -> WorkflowOutput:
-    """Return an agent's result as an outcome. Raises `BadReward` if it is neither an outcome nor a number."""
+    """Return an agent's result as an outcome. Raises `BadReward` if the result is neither an outcome nor a number."""
     if isinstance(result, WorkflowOutput):
         return result
     try:
@@ -49,7 +49,7 @@ def output_of(result: AgentResult) -> WorkflowOutput:
 def checked_output(result: AgentResult) -> WorkflowOutput:
     """Return an agent's result as an outcome.
 
-    Raises `BadReward` if the hive would refuse it, and `InfraError` if the outcome is a failure that has no reward.
+    Raises `BadReward` if the hive would refuse the outcome, and `InfraError` if it is a failure that has no reward.
     """
     output = output_of(result)
     if output.failure is not None and not output.failure.is_trained:
@@ -77,12 +77,12 @@ async def contained(
 ) -> T:
     """Return the result of a foreign coroutine, as `contained_here` does, but run it in a separate task.
 
-    If a task group fails in the coroutine, it can then leave a stray cancellation only in that task. So a
-    `CancelledError` raised by the coroutine itself can always be distinguished from a requested cancellation.
+    A task group that fails in the coroutine can then leave a stray cancellation only in that task. A `CancelledError`
+    raised by the coroutine itself can therefore always be distinguished from a requested cancellation.
 
     A cancelled coroutine may still return a result, but an error that it raises does not hide the cancellation. If it
     keeps running for `CANCELLED_S` after it was cancelled, this stops waiting for it and calls `left`. If `given_up` is
-    done while the coroutine still runs, this stops waiting too, and returns the result of `given_up`.
+    done while the coroutine is still running, this stops waiting too, and returns the result of `given_up`.
     """
     this, before = _cancellations()
     task = asyncio.create_task(contained_here(work))
@@ -101,7 +101,7 @@ async def contained(
             raise
         if await _has_ended(task):
             failure = None if task.cancelled() else task.exception()
-            if isinstance(failure, Exception):  # for example from a tool that wraps any error it catches in its own
+            if isinstance(failure, Exception):  # such as from a tool that wraps any error it catches in its own
                 raise error from failure
             return await task
         name = getattr(work, "__qualname__", type(work).__name__)
@@ -112,7 +112,7 @@ async def contained(
 
 
 def _leave(task: asyncio.Task[Any]) -> None:
-    """Prevent asyncio's warning about an exception that is never retrieved."""
+    """Keep asyncio from warning that the task's exception was never retrieved."""
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
@@ -127,14 +127,14 @@ async def _has_ended(task: asyncio.Task[Any]) -> bool:
 
 
 async def contained_here(work: Awaitable[T], is_stopped: Callable[[], bool] | None = None) -> T:
-    """Return the result of a foreign coroutine, and let only errors through that the caller can handle.
+    """Return the result of a foreign coroutine, letting through only errors that the caller can handle.
 
     An error that is not an `Exception`, such as `SystemExit`, becomes a `RuntimeError`. So does a `CancelledError`, for
-    example of a task that the coroutine cancelled and awaited, unless this task was cancelled. A Ctrl-C is raised
+    example from a task that the coroutine cancelled and awaited, unless this task was cancelled. A Ctrl-C is raised
     unchanged.
 
-    If given, `is_stopped` says whether this task was cancelled. By default, the task's own cancellation count decides,
-    although a failed task group may have left a stray cancellation in it.
+    If given, `is_stopped` says whether this task was cancelled. By default, the task's own cancellation count
+    determines that, although a failed task group may have left a stray cancellation in it.
     """
     this, before = _cancellations()
     try:
@@ -150,7 +150,7 @@ async def contained_here(work: Awaitable[T], is_stopped: Callable[[], bool] | No
         take_back_cancellations(this, before)
         if isinstance(error, Exception | KeyboardInterrupt | GeneratorExit):
             raise
-        raise RuntimeError(f"it raised {error!r}") from error  # it must end neither its group nor the program
+        raise RuntimeError(f"it raised {error!r}") from error  # must end neither its group nor the program
     take_back_cancellations(this, before)
     return found
 
@@ -163,7 +163,7 @@ def _cancellations() -> tuple[asyncio.Task[Any], int]:
 
 
 def infra_of(error: Exception) -> Exception:
-    """Return the first error of a group if all are infrastructure failures, otherwise the error itself."""
+    """Return the first error in a group if all are infrastructure failures, otherwise the error itself."""
     first: BaseException = error
     if isinstance(error, ExceptionGroup) and error.split(InfraError)[1] is None:
         while isinstance(first, BaseExceptionGroup):
@@ -178,7 +178,7 @@ def is_mistake(error: Exception) -> bool:
 
 
 class ErrorReports:
-    """Logs errors of the caller's code: the first of each kind with its traceback, later ones with a count."""
+    """Logs errors raised by the caller's code: the first of each kind with its traceback, later ones with a count."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -206,7 +206,7 @@ reports = ErrorReports()  # shared by all groups and clients of this program, as
 
 
 def retry_delays(auto_retry: bool) -> Iterator[float]:
-    """Yield the seconds to wait before each further attempt: a limited number of growing pauses, with some random
+    """Yield the seconds to wait before each further attempt: a limited number of increasing pauses, with some random
     jitter."""
     for attempt in range(ATTEMPTS_MAX - 1 if auto_retry else 0):
         yield RETRY_FIRST_S * 2**attempt * (1 + random.random() / 2)

@@ -16,12 +16,12 @@ from bombus.sdk.running import contained
 
 T = TypeVar("T")
 
-LEAVE_S = 5.0  # time for agents' own code to end after the program is interrupted
+LEAVE_S = 5.0  # how long agents' own code may take to end after the program is interrupted
 WAKE_S = 1.0  # the main thread acts on a Ctrl-C only when it wakes, if another thread received the signal
 
 
 class Interruption:
-    """Whether a program was interrupted, and the episodes that its threads have claimed so far."""
+    """Records whether a program was interrupted, and the episodes that its threads have claimed so far."""
 
     def __init__(self) -> None:
         self._interrupted = threading.Event()
@@ -33,7 +33,7 @@ class Interruption:
     def tell(self, end: Callable[[], object] = lambda: None) -> None:
         """Interrupt all threads, then call `end` to end what they are waiting for.
 
-        `end` runs before any thread starts its cleanup. Otherwise it could end the cleanup too.
+        `end` runs before any thread starts its cleanup. Otherwise `end` could end the cleanup too.
         """
         with self._lock:
             self._interrupted.set()
@@ -46,7 +46,7 @@ class Interruption:
 
     @contextmanager
     def telling(self, call: Callable[[], object]) -> Iterator[None]:
-        """While the block runs, run `call` in another thread if the program is interrupted. It must not block."""
+        """While the block runs, call `call` in another thread if the program is interrupted. `call` must not block."""
         with self._lock:
             self.check()
             self._on_interrupt.append(call)
@@ -102,7 +102,7 @@ def sleep(seconds: float) -> None:
 
 
 def note_claimed(episodes: Sequence[str]) -> None:
-    """Record that this thread has claimed these episodes. They are given back if the program is interrupted."""
+    """Record that this thread has claimed these episodes. If the program is interrupted, they are given back."""
     if _here.interruption is not None:
         _here.interruption.claimed(episodes)
 

@@ -8,9 +8,10 @@ from bombus.sdk.types import PoolInformation, ThrottlePolicy
 def should_throttle(policy: ThrottlePolicy, stat: PoolInformation, client_uuid: str, started: Collection[str]) -> bool:
     """Return whether this client must wait before it starts the policy's task.
 
-    A task already started by any client may always continue. Another task may start while this client alone works on
-    fewer than `ratio` x `expected_batch_size` tasks. `started` contains the tasks that this client began recently.
-    While nothing runs and the batch is not full, no client waits, because otherwise the batch would never fill.
+    A task already started by any client may always continue. Another task may start while this client by itself is
+    working on fewer than `ratio` x `expected_batch_size` tasks. `started` contains the tasks that this client began
+    recently. While nothing is running and the batch is not full, no client waits, because otherwise the batch would
+    never fill.
     """
     running = stat.running_episode_details or {}
     holders: dict[str, set[str]] = {task: set(clients) for task, clients in stat.completed_tasks_client_uuids.items()}

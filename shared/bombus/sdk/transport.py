@@ -22,7 +22,7 @@ _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete"
 
 
 def address(server_url: str, api_key: str | None, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return the hive's URL and the key to use with it, or "" if there is none.
+    """Return the hive's URL and the key to use with it, or "" as the key if there is none.
 
     A key in the path is removed from the URL, because URLs appear in logs, in errors and in the base URLs of agents.
     """
@@ -103,7 +103,7 @@ def reply_of(response: httpx.Response) -> ServerReply:
     try:
         retry_after_s = float(response.headers.get("retry-after", 0))
     except ValueError:
-        retry_after_s = 0.0  # it was a date, which our own server never sends
+        retry_after_s = 0.0  # the header was a date, which our own server never sends
     retry_after_s = max(0.0, min(retry_after_s, 60.0))
     return ServerReply(
         status=response.status_code, body=response.content, url=str(response.url), retry_after_s=retry_after_s

@@ -13,8 +13,8 @@ EpisodeKind = Literal["train", "eval"]
 class Task(BaseModel):
     """One thing for an agent to do. Episodes with the same `task_id` are compared with each other.
 
-    Evaluation results are counted by `data_set`, the name of the set that the task belongs to. Anything without its own
-    field goes into `metadata`.
+    Evaluation results are counted by `data_set`, the name of the set that the task belongs to. Anything that has no
+    field of its own goes into `metadata`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -30,10 +30,10 @@ class Task(BaseModel):
 class WorkflowOutput(BaseModel):
     """The outcome of an episode. `reward` is one number, or one for each completed model call, in order or by call id.
 
-    A call's id is the id of its answer, without `chatcmpl-`. A harness's auxiliary calls have no reward unless the job
-    trains on them. `failure` is the budget that the episode used up, if any; an episode with any other failure is
-    aborted and has no reward. The other fields may contain anything: values that JSON lacks, such as NumPy numbers, are
-    converted when the episode is ended, and values that cannot be converted are left out with a warning.
+    A call's id is the id of the answer to the call, without `chatcmpl-`. A harness's auxiliary calls have no reward
+    unless the job trains on them. `failure` is the budget that the episode used up, if any; an episode with any other
+    failure is aborted and has no reward. The other fields may contain anything: values that JSON lacks, such as NumPy
+    numbers, are converted when the episode is ended, and values that cannot be converted are left out with a warning.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -46,7 +46,7 @@ class WorkflowOutput(BaseModel):
 
 
 class Credentials(BaseModel):
-    """What an agent needs to call the model in this episode, and what its client needs to end it.
+    """What an agent needs to call the model in this episode, and what the agent's client needs to end the episode.
 
     `episode_uuid` contains the secret of the claim, with which the episode is ended, aborted, touched and replayed.
     Agents do not need it. `episode` is the episode's name on the log, and safe to show. `policy_version` is the version

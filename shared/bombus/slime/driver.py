@@ -38,7 +38,7 @@ ATTEMPTS = 2  # attempts at each sample of a group, each in a new episode, befor
 LOST_MAX = 8  # number of groups lost in a row after which the run fails
 TOUCH_S = 30.0
 TOUCHED_MAX = 512  # episodes in one request
-WHOLE_GROUPS = "_tasks"  # ending of the names of collection methods that batch only full groups
+WHOLE_GROUPS = "_tasks"  # suffix of the names of collection methods that batch only full groups
 
 log = logging.getLogger("bombus.slime")
 Notify = Callable[[str], None]
@@ -49,13 +49,13 @@ class SampleAborted(InfraError):
 
 
 class RewardFailed(InfraError):
-    """Raised if a reward function raised an error, or returned a reward that no episode can have."""
+    """Raised if a reward function raised an error, or returned a value that cannot be an episode's reward."""
 
     failure = FailureKind.GRADER
 
 
 class GroupLost(BombusError):
-    """Raised if a sample of a group could not be played. The group's episodes are aborted."""
+    """Raised if one of a group's samples could not be played. The group's episodes are aborted."""
 
 
 class PlayedSample(msgspec.Struct):
@@ -83,14 +83,14 @@ class PlayedGroup(msgspec.Struct):
 
 
 class RolloutReport(msgspec.Struct):
-    """The results of the prompts of one rollout. Every prompt is counted."""
+    """The results of one rollout's prompts. Every prompt is counted."""
 
     rollout_id: int
     rewards: list[float] = []
     kept: int = 0
     dropped: Counter[str] = msgspec.field(default_factory=Counter)  # groups, by the filter's reason
-    lost: Counter[str] = msgspec.field(default_factory=Counter)  # groups, by the kind of error
-    unused: int = 0  # groups that were begun, but no longer needed
+    lost: Counter[str] = msgspec.field(default_factory=Counter)  # groups, by kind of error
+    unused: int = 0  # groups that were begun, but turned out not to be needed
     removed: int = 0  # samples that a filter marked
     reported: int = 0  # groups that were dropped or lost by the time of the last progress message
 
@@ -120,7 +120,7 @@ class SlimeDriver:
         self._source = source
         self._tell = tell
         self._touch_s = touch_s
-        self._name = uuid.uuid4().hex[:8]  # part of task ids, so that groups of two drivers are not compared
+        self._name = uuid.uuid4().hex[:8]  # part of task ids, so that two drivers' groups are not compared
         self._open: set[str] = set()
         self._in_a_row = Counter[str]()  # groups lost in a row, by stage: while they were "played" or "ended"
         self._group_size = 0  # number of episodes below which the engine does not train on a group
@@ -141,7 +141,7 @@ class SlimeDriver:
         }
 
     async def __aenter__(self) -> "SlimeDriver":
-        # Code without a sample's args, such as rewards, gets no answers: every model call needs an episode.
+        # Code without a sample's args, such as reward functions, gets no answers: every model call needs an episode.
         nobody = await self._relay.open(None)
         self.args.sglang_router_ip, self.args.sglang_router_port = HOST, nobody.port
         self._beating = asyncio.create_task(self._beat())
@@ -168,7 +168,7 @@ class SlimeDriver:
         return reports
 
     async def _learn_group_size(self) -> None:
-        """Ask the engine how many episodes its groups have. Raises `Refused` if no group could ever be full."""
+        """Ask the engine how many episodes each group needs. Raises `Refused` if no group could ever be full."""
         pool = await self._client.get_rollout_stat()
         trains = pool.engine_status != OFFLINE and pool.sample_collection_method.endswith(WHOLE_GROUPS)
         if self._options.debug_rollout_only or not trains:
@@ -183,7 +183,7 @@ class SlimeDriver:
             self._tell(f"{groups}: {left} of {given} samples of a prompt are not trained on unless others are removed")
 
     def _tell_what_was_not_begun(self, rollouts: int) -> None:
-        """Report how many prompts were not begun, because only whole batches are played."""
+        """Report how many prompts were not begun because only whole batches are played."""
         options, count = self._options, len(self._source.prompts)
         wanted = count * (1 if options.num_rollout else options.num_epoch)
         if (left := wanted - self._source.begun) > 0:
@@ -241,7 +241,7 @@ class SlimeDriver:
             for task in (*pending, *done):
                 task.cancel()
             for left in await asyncio.gather(*pending, *done, return_exceptions=True):
-                if isinstance(left, PlayedGroup):  # it was played before it could be cancelled
+                if isinstance(left, PlayedGroup):  # the group was played before it could be cancelled
                     await self._drop(left, "the batch was full")
         return kept
 
@@ -268,8 +268,8 @@ class SlimeDriver:
         return group
 
     def _lose(self, report: RolloutReport, stage: str, kind: str, why: str) -> None:
-        """Count a group that was lost while it was played or ended. Raises `BombusError` after `LOST_MAX` groups in a
-        row."""
+        """Count a group that was lost while it was being played or ended. Raises `BombusError` after `LOST_MAX` groups
+        in a row."""
         report.lost[kind] += 1
         self._in_a_row[stage] += 1
         log.warning("%s", why)
@@ -318,7 +318,7 @@ class SlimeDriver:
         except asyncio.CancelledError:
             await self._abort(sorted(mine & self._open), "not needed")
             raise
-        except Exception as error:  # the hook's code: whatever it raises must not stop the other groups
+        except Exception as error:  # the hook's own code may raise anything, which must not stop the other groups
             cause = _cause(error)
             await self._abort(sorted(mine & self._open), repr(cause), failure_of(error))
             raise GroupLost(f"the group of prompt {number} is lost: {_said(cause)}") from cause
@@ -336,7 +336,7 @@ class SlimeDriver:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._attempt(copy.deepcopy(prompt), claimed)
-            except Refused:  # bombus raised this and says what to do: another attempt would fail too
+            except Refused:  # raised by bombus, with a message that says what to do: another attempt would fail too
                 raise
             except Exception as error:  # raised by the hook's code: another attempt may succeed
                 cause = _cause(error)
@@ -460,7 +460,7 @@ class SlimeDriver:
 
 @contextmanager
 def _grading() -> Iterator[None]:
-    """Raise `RewardFailed` if the code of a reward raises an error, except for bombus's own errors."""
+    """Raise `RewardFailed` if reward code raises an error other than one of bombus's own."""
     try:
         yield
     except InfraError as error:
@@ -473,13 +473,14 @@ def _grading() -> Iterator[None]:
 
 
 def _cause(error: Exception) -> Exception:
-    """Return the error that a reward function raised or, if it was not a reward function's, the error itself."""
+    """Return the error that a reward function raised or, if the error did not come from one, the error itself."""
     raised = error.__cause__ if isinstance(error, RewardFailed) else None
     return raised if isinstance(raised, Exception) else error
 
 
 def _said(error: Exception) -> str:
-    """Return an error as text, with the place that raised it unless it is a `BombusError`, which says what to do."""
+    """Return an error as text, with the place where it was raised unless it is a `BombusError`, which says what to
+    do."""
     return repr(error) if isinstance(error, BombusError) else f"{error!r} at {_place(error)}"
 
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling: filters that choose the groups to keep, and the answers that a filter may give."""
+"""Dynamic sampling: filters that choose the groups to keep, and the results that a filter may return."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,8 +13,7 @@ from bombus.slime.types import SlimeSample
 class DynamicFilterOutput:
     """Whether a group is kept and, if it is dropped, the reason under which it is counted.
 
-    With `keep_when_insufficient`, the group is kept anyway if the batch would need another round of sampling without
-    it.
+    With `keep_when_insufficient`, the group is kept anyway if the batch would otherwise need another round of sampling.
     """
 
     keep: bool
@@ -23,7 +22,7 @@ class DynamicFilterOutput:
 
 
 def as_filter_output(given: object) -> DynamicFilterOutput:
-    """Return a filter's answer, which may also be a mere truth value or an object of slime's own class."""
+    """Convert a filter's result, which may also be just a truth value or an object of slime's own class."""
     if hasattr(given, "keep"):
         reason = getattr(given, "reason", None)
         return DynamicFilterOutput(bool(given.keep), reason, bool(getattr(given, "keep_when_insufficient", False)))
@@ -31,7 +30,7 @@ def as_filter_output(given: object) -> DynamicFilterOutput:
 
 
 def flattened(group: Sequence[Any]) -> list[Any]:
-    """Return the samples of a group in which some attempts may be lists of samples."""
+    """Return the samples of a group in which some attempts may be lists of samples, as one flat list."""
     return [one for each in group for one in (each if isinstance(each, list) else [each])]
 
 

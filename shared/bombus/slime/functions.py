@@ -16,7 +16,7 @@ from bombus.errors import Code, Refused, in_one_line
 STAND_IN = Path(__file__).parent / "importable"
 FORMS = "Write package.module.function or file.py:function"
 
-# Why modules of slime are missing here. An unlisted module has the same reason as its nearest listed parent.
+# Why some of slime's modules are missing here. An unlisted module has the same reason as its nearest listed parent.
 NEEDED = {
     "slime": "it is a part of slime's own trainer and servers",
     "slime.agent": "its agents work in E2B's sandboxes, behind slime's servers; `bombus rollout` runs coding agents",
@@ -38,12 +38,12 @@ def make_slime_importable() -> bool:
     if PathFinder.find_spec("slime", [place for place in elsewhere if place != str(STAND_IN)]) or _is_distributed():
         return False
     sys.path[:] = [str(STAND_IN), here, *(place for place in elsewhere if place != str(STAND_IN))]
-    importlib.import_module("slime")  # import it before a hook file puts a checkout's folder first
+    importlib.import_module("slime")  # done before a hook file puts a checkout's folder first
     return True
 
 
 def _is_distributed() -> bool:
-    """Return whether pip has installed slime, perhaps as a link to a checkout."""
+    """Return whether slime was installed with pip, perhaps as a link to a checkout."""
     try:
         distribution("slime")
     except PackageNotFoundError:
@@ -53,8 +53,8 @@ def _is_distributed() -> bool:
 
 @cache
 def load_function(path: str) -> Any:
-    """Return the function `package.module.function` or `folder/file.py:function`. Raises `Refused` if it cannot be
-    loaded.
+    """Return the function `package.module.function` or `folder/file.py:function`. Raises `Refused` if the function
+    cannot be loaded.
 
     A file's folder is added to `sys.path`, so that the file can import the modules beside it.
     """
@@ -69,7 +69,7 @@ def load_function(path: str) -> Any:
 
 
 def _why_not(error: BaseException, module: str) -> str:
-    """Return why a module cannot be imported. A missing name of slime is reported first, whatever error it led to."""
+    """Return why a module cannot be imported. A missing name in slime is reported first, whatever error it led to."""
     cause: BaseException | None = error
     while cause is not None:
         name = cause.name if isinstance(cause, ImportError) else None
@@ -93,7 +93,7 @@ def _not_here(module: str, name: str) -> str:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Return a file as a module, which is named after the file unless another module has that name already."""
+    """Import a file as a module, which is named after the file unless another module already has that name."""
     known = sys.modules.get(file.stem)
     name = file.stem if known is None or _is_of(known, file) else f"{file.stem} at {file}"
     if name not in sys.modules:

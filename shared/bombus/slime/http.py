@@ -1,4 +1,4 @@
-"""`post` and `get` of `slime.utils.http_utils`, which hook files call."""
+"""`post` and `get` from `slime.utils.http_utils`, which hook files call."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ CONNECT_S = 10.0
 REPEATED = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may succeed
 
 log = logging.getLogger("bombus.slime")
-_clients: dict[int, httpx.AsyncClient] = {}  # keyed by event loop, as a client cannot be used in another
+_clients: dict[int, httpx.AsyncClient] = {}  # keyed by event loop, because a client cannot be used in another loop
 
 
 def client() -> httpx.AsyncClient:
-    """Return the client of this event loop. It has no timeout for responses, because a model may take very long."""
+    """Return the client for this event loop. It has no timeout for responses, because a model may take very long."""
     key = id(asyncio.get_running_loop())
     if key not in _clients:
         _clients.clear()
@@ -48,7 +48,7 @@ def init_http_client(args: Namespace) -> None:
 async def post(
     url: str, payload: object, max_retries: int = RETRIES_MAX, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """Return the answer as decoded JSON if possible, otherwise as text. Retry if the server is busy or cannot be
+    """Return the response as decoded JSON if possible, otherwise as text. Retry if the server is busy or cannot be
     reached.
 
     Raises `httpx.HTTPError` after the last attempt, or immediately if the request itself is refused.

@@ -26,7 +26,7 @@ LocalAnswering = Callable[[str, str, bytes], Awaitable[LocalAnswer]]  # called w
 
 
 class LocalServer:
-    """Serves the answers of `answer` on a separate port. If `answer` raises `Refused`, the message is sent as JSON."""
+    """Serves what `answer` returns on a separate port. If `answer` raises `Refused`, the message is sent as JSON."""
 
     def __init__(self, answer: LocalAnswering) -> None:
         self._answer = answer
@@ -34,7 +34,7 @@ class LocalServer:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def open(self, port: int = 0) -> int:
-        """Listen on `port`, or on a free port if it is 0, and return the port. Raises `OSError` if it is in use."""
+        """Listen on `port`, or on a free port if `port` is 0. Return the port. Raises `OSError` if it is in use."""
         listening = socket.create_server((HOST, port))
         self._server = await asyncio.start_server(self._serve, sock=listening)
         return int(listening.getsockname()[1])
@@ -91,7 +91,7 @@ class LocalServer:
 async def _read_request(
     wire: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[h11.Request | None, bytes | None]:
-    """Return a request and its body. The body is None if it is too long; both are None if no request arrives."""
+    """Return a request and its body. The body is None if it is too long. Both are None if no request arrives."""
     request: h11.Request | None = None
     body = bytearray()
     is_long = False

@@ -17,10 +17,10 @@ STATUSES = ("pending", "completed", "truncated", "aborted", "failed")
 def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namespace) -> WorkflowOutput:
     """Return the outcome of an episode. Raises `ValueError` for rewards that no episode can have.
 
-    If a hook made several samples of one attempt with different rewards, each call gets the reward of the sample whose
-    tokens begin with the call's tokens. If several calls are equal, and as many samples match them, they get those
-    samples' rewards in order. Any other call that matches several samples, or has several answers, gets the mean of
-    their rewards.
+    If a hook made several samples with different rewards from one attempt, each call gets the reward of the sample
+    whose tokens begin with the call's tokens. If several calls are equal, and equally many samples match them, the
+    calls get those samples' rewards in order. Any other call that matches several samples, or has several answers, gets
+    the mean of their rewards.
     """
     rewards = [reward_of(sample, args) for sample in samples]
     elsewhere = sum(all(not _has(sample, call) for sample in samples) for call in calls)
@@ -53,7 +53,7 @@ def reward_of(sample: Any, args: Namespace) -> float:
 
 
 def is_aborted(sample: Any) -> bool:
-    """Return whether a hook aborted a sample, which may be of slime's own class: its status values are the same as
+    """Return whether a hook aborted a sample, which may be of slime's own class: that has the same status values as
     ours."""
     return _status(sample) == "aborted"
 
@@ -91,7 +91,8 @@ def _has(sample: Any, call: SampledCall) -> bool:
 
 
 def _is_masked(sample: Any, call: SampledCall) -> int:
-    """Return how many of a call's sampled tokens a sample masks. They are trained on anyway: episodes have no masks."""
+    """Return how many of a call's sampled tokens a sample masks. These are trained on anyway: episodes have no
+    masks."""
     if sample.loss_mask is None:
         return 0
     start = len(call.prompt) - (len(sample.tokens) - sample.response_length)

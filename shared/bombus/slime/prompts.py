@@ -1,4 +1,4 @@
-"""The prompts of a file of JSON lines, as samples to be generated."""
+"""The prompts in a file of JSON lines, as samples to be generated."""
 
 import copy
 import random
@@ -15,7 +15,7 @@ from bombus.slime.types import SlimeSample
 class PromptSource:
     """Provides groups of samples, one prompt per group, in the order of the file or shuffled, endlessly.
 
-    After the last prompt it starts over, in a new order if it shuffles.
+    After the last prompt, this starts over, in a new order if it shuffles.
     """
 
     def __init__(self, options: SlimeOptions, prompts: list[SlimeSample]) -> None:

@@ -23,7 +23,7 @@ SEND_S = 120.0
 
 
 async def push_rollouts(options: SlimeOptions, tell: Callable[[str], None]) -> int:
-    """Push the groups of the files that `--load-debug-rollout-data` names. Returns the exit code."""
+    """Push the groups in the files that `--load-debug-rollout-data` names. Returns the exit code."""
     template = options.load_debug_rollout_data
     assert template is not None
     url, key = transport.address(options.server_url, None)
@@ -51,7 +51,8 @@ def groups_of(samples: Sequence[SlimeSample]) -> list[list[SlimeSample]]:
 
 
 def rollout_group(group: Sequence[SlimeSample], args: Namespace) -> dict[str, Any] | None:
-    """Return a group as Atropos's environments push it, or None if no sample of it may be trained on."""
+    """Return a group in the form in which Atropos's environments push it, or None if no sample in it may be trained
+    on."""
     kept = [one for one in group if not (one.remove_sample or is_aborted(one)) and one.response_length]
     if not kept:
         return None
@@ -100,7 +101,7 @@ def _files(template: str, count: int | None) -> list[Path]:
 
 
 async def _push(http: httpx.AsyncClient, name: str, body: dict[str, Any]) -> None:
-    """Push one group. It counts once, however often it is sent within the hive's deduplication window."""
+    """Push one group. The group counts once, however often it is sent within the hive's deduplication window."""
     content = msgspec.json.encode(body)
     key = hashlib.sha256(name.encode() + content).hexdigest()
     headers = {"content-type": "application/json", "x-idempotency-key": key}

@@ -1,7 +1,7 @@
 """Gives each running sample its own address, where hook files find SGLang's `/generate`.
 
-Requests to an address become calls of the sample's episode, whatever HTTP client, thread or process sends them, because
-the port identifies the sample.
+Requests to an address become calls of the sample's episode, whichever HTTP client, thread or process sends them,
+because the port identifies the sample.
 """
 
 from bisect import bisect_left
@@ -20,16 +20,16 @@ from bombus.machine.host_names import is_loopback
 from bombus.sdk.types import Credentials
 from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
 
-TEXTS_MAX = 128  # texts of a sample whose tokens are remembered; an answer that was not shown whole takes two
+TEXTS_MAX = 128  # texts per sample whose tokens are remembered; an answer that was not shown in full takes two
 RETIRED_MAX = 256  # ports of ended samples that stay open, so that other samples do not get them too soon
-OVER = 403  # status of a gateway's answers once an episode is over
+OVER = 403  # status that a gateway returns once an episode is over
 SHOWN_OTHERWISE = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "custom_params")
-HALF_A_CHARACTER = "\ufffd"  # a decoder's result for the bytes of an incomplete character
+HALF_A_CHARACTER = "\ufffd"  # what a decoder returns for the bytes of an incomplete character
 UNSUPPORTED = ("image_data", "video_data", "audio_data", "input_embeds")
 
 
 class SampledCall(msgspec.Struct, frozen=True):
-    """An answer to a sample: the id of its call on the log, the tokens of the prompt, and the sampled tokens."""
+    """An answer to a sample: the id of its call on the log, the prompt's tokens, and the sampled tokens."""
 
     id: str
     prompt: list[int]
@@ -37,7 +37,7 @@ class SampledCall(msgspec.Struct, frozen=True):
 
 
 class SampleAddress:
-    """The address of one sample. `calls` contains the calls made at this address, in the order of the answers.
+    """The address of one sample. `calls` contains the calls made at this address, in the order of their answers.
 
     An address without credentials belongs to no sample, and refuses all model calls.
     """
@@ -47,7 +47,7 @@ class SampleAddress:
         self.port = 0
         self._http = http
         self._tokenizer = tokenizer
-        self._before = list(tokenizer.encode("a", add_special_tokens=False))  # put before an answer to decode it
+        self._before = list(tokenizer.encode("a", add_special_tokens=False))  # prepended to tokens when decoding
         self._before_text = str(tokenizer.decode(self._before))
         self._credentials = credentials
         self._known: deque[tuple[str, list[int]]] = deque(maxlen=TEXTS_MAX)  # texts so far, and their tokens
@@ -58,7 +58,7 @@ class SampleAddress:
         self.port = await self._server.open()
 
     def retire(self) -> None:
-        """End the sample: from now on, answer calls as aborted, or refuse them."""
+        """End the sample: from now on, answer calls as aborted or refuse them."""
         self._is_over = True
 
     async def close(self) -> None:
@@ -132,8 +132,8 @@ class SampleAddress:
     def _remember(self, text: str, prompt: list[int], shown: str, sampled: list[int]) -> None:
         """Remember the tokens of a prompt and its answer, for a later prompt that continues this text.
 
-        An answer may be shown without its last tokens, such as a stop string or `<|im_end|>`. If a prompt contains the
-        text of those tokens, it keeps them; any other prompt keeps only the tokens that were shown.
+        An answer may be shown without its last tokens, such as a stop string or `<|im_end|>`. If a later prompt
+        contains the text of those tokens, it keeps them; any other prompt keeps only the tokens that were shown.
         """
         whole = self._decoded(sampled)
         self._known.append((text + whole, prompt + sampled))
@@ -142,7 +142,7 @@ class SampleAddress:
             self._known.append((text + self._decoded(kept), prompt + kept))
 
     def _shown(self, sampled: list[int], shown: str) -> int:
-        """Return how many of the first sampled tokens decode to the beginning of the shown text."""
+        """Return how many of the sampled tokens, from the first, decode to the beginning of the shown text."""
 
         def ends_after(count: int) -> bool:
             return not shown.startswith(self._decoded(sampled[:count]).rstrip(HALF_A_CHARACTER))
@@ -156,15 +156,16 @@ class SampleAddress:
         return max(count, 0)
 
     def _decoded(self, tokens: list[int], skips: bool = False) -> str:
-        """Return the text of tokens that follow others. Decoded alone, SentencePiece's would lose a leading space."""
+        """Return the text of tokens that follow others. SentencePiece tokens decoded alone would lose a leading
+        space."""
         whole = str(self._tokenizer.decode(self._before + tokens, skip_special_tokens=skips))
         return whole[len(self._before_text) :]
 
     def _prompt(self, asked: dict[str, Any]) -> tuple[list[int], str | None]:
-        """Return the tokens of a prompt, and its text if it was given as text.
+        """Return the tokens of a prompt, and the prompt's text if it was given as text.
 
-        A text that continues an answer keeps the sampled tokens, so that the next answer is conditioned on exactly the
-        tokens that are trained on.
+        A text that continues an answer keeps the answer's sampled tokens, so that the next answer is conditioned on
+        exactly the tokens that are trained on.
         """
         text = asked.pop("text", None)
         if text is None and isinstance(asked.get("input_ids"), list):
@@ -181,7 +182,7 @@ class SampleAddress:
 
 
 class SampleRelay:
-    """Gives samples their addresses while the block runs."""
+    """Provides samples with their addresses while the block runs."""
 
     def __init__(self, server_url: str, tokenizer: Any) -> None:
         limits = httpx.Limits(max_connections=None)
@@ -207,7 +208,7 @@ class SampleRelay:
         return address
 
     async def retire(self, address: SampleAddress) -> None:
-        """End an address. Its port stays open for a while, so that late requests do not reach another sample."""
+        """Retire an address. Its port stays open for a while, so that late requests do not reach another sample."""
         address.retire()
         self._current.discard(address)
         self._retired.append(address)
@@ -227,6 +228,6 @@ def _fields(body: bytes) -> dict[str, Any]:
 
 
 def _aborted() -> LocalAnswer:
-    """Return SGLang's answer to an aborted request, with no sampled tokens, so that the hook gives up."""
+    """Return what SGLang answers to an aborted request, with no sampled tokens, so that the hook gives up."""
     meta = {"finish_reason": {"type": "abort"}, "prompt_tokens": 0, "completion_tokens": 0, "output_token_logprobs": []}
     return LocalAnswer(200, msgspec.json.encode({"text": "", "output_ids": [], "meta_info": meta}))

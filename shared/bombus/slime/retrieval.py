@@ -1,4 +1,5 @@
-"""`/retrieve` as in Search-R1's retrieval server, over a small index. Hook files use it as their `search_url`."""
+"""`/retrieve` as in Search-R1's retrieval server, over a small index. Hook files use its address as their
+`search_url`."""
 
 import asyncio
 from typing import Any
@@ -25,7 +26,7 @@ _asked = msgspec.json.Decoder(_Retrieve)
 
 
 class Retrieval:
-    """Answers each query of a request with the documents that match it best."""
+    """Answers each query in a request with the documents that match the query best."""
 
     def __init__(self, index: LocalIndex, count: int = 3) -> None:
         self._index = index

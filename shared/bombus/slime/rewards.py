@@ -1,4 +1,4 @@
-"""`async_rm` and `batched_async_rm`, which call the chosen reward function, and the score of boxed answers."""
+"""`async_rm` and `batched_async_rm`, which call the chosen reward function, and the scoring of boxed answers."""
 
 import asyncio
 from argparse import Namespace
@@ -11,7 +11,7 @@ from bombus.slime.http import post
 
 REMOTE_RETRIES = 10
 BOX = "\\boxed{"
-END_CHARS = 100  # length of a solution's end, in which the box must be
+END_CHARS = 100  # how many characters at a solution's end are searched for the box
 
 
 async def async_rm(args: Namespace, sample: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Any], **kwargs: An
 
 
 def score_of_box(solution_str: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, Any]:
-    """Return the score 1 if the last box at the end of a solution contains exactly the true answer, and -1 otherwise.
+    """Return a score of 1 if the last box at the end of a solution contains exactly the true answer, and -1 otherwise.
 
     This is slime's `math_dapo_utils.compute_score` with `strict_box_verify`. Raises `Refused` without that flag.
     """
@@ -53,7 +53,8 @@ def score_of_box(solution_str: str, ground_truth: object, strict_box_verify: boo
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` of a text, or None if there is none or it is not closed."""
+    r"""Return the content of the last `\boxed{...}` in a text, or None if there is no box or the last one is not
+    closed."""
     start = text.rfind(BOX) + len(BOX)
     if start < len(BOX):
         return None

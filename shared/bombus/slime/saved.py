@@ -60,8 +60,8 @@ def save_rollout(path: Path, rollout_id: int, samples: Sequence[Any]) -> list[st
 def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = ()) -> Any:
     """Return a value in a form that both kinds of files can contain.
 
-    If there is none, add its name to `left_out` and return `LEFT_OUT`. `above` has the ids of the containers around the
-    value, so that a container inside itself is left out.
+    If the value has no such form, add its name to `left_out` and return `LEFT_OUT`. `above` has the ids of the
+    containers around the value, so that a container inside itself is left out.
     """
     found = LEFT_OUT
     inside = (*above, id(value))
@@ -77,7 +77,7 @@ def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = (
     elif isinstance(value, Enum):
         return _plain(value.value, name, left_out, inside)
     elif hasattr(value, "tolist"):
-        with suppress(Exception):  # a method of a user's object may raise anything, and then the object is left out
+        with suppress(Exception):  # a user object's method may raise anything, and then the object is left out
             return _plain(value.tolist(), name, left_out, inside)
     else:
         found = _plain_scalar(value)
@@ -87,7 +87,7 @@ def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = (
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Return whether values can be written unchanged, as a fast path for tokens, masks and logprobs."""
+    """Return whether values can be written unchanged. This is a fast path for tokens, masks and logprobs."""
     kinds = {*map(type, values)}
     return kinds == {float} or (kinds == {int} and min(values) in INTEGERS and max(values) in INTEGERS)
 
@@ -120,13 +120,13 @@ def _plain_scalar(value: object) -> Any:
 
 
 def check_can_save(template: str) -> None:
-    """Raise `Refused` if the files cannot be written. Called before anything is played."""
+    """Raise `Refused` if the files cannot be written. Call this before anything is played."""
     if rollout_file(template, 0).suffix == TORCH_ENDING and find_spec("torch") is None:
         raise Refused(Code.BAD_CONFIG, f"{template} needs torch: install it, or name a file that ends in .jsonl")
 
 
 def load_rollout(path: Path) -> list[SlimeSample]:
-    """Return the samples of a file. Code in a .pt file is never run. Raises `Refused` if the file cannot be read."""
+    """Return the samples in a file. Code in a .pt file is never run. Raises `Refused` if the file cannot be read."""
     try:
         if path.suffix == TORCH_ENDING:
             rows: Iterable[Any] = _load_torch(path)["samples"]

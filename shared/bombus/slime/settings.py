@@ -1,4 +1,4 @@
-"""The options of `bombus slime`, which have slime's names, and the `args` that hook files are called with."""
+"""The options of `bombus slime`, which have slime's names, and the `args` with which hook files are called."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -11,7 +11,7 @@ from bombus.config.flags import Flag
 from bombus.slime.rewards import refusal_of
 from bombus.weights.models import SMOLLM2, TINY, loadable_name
 
-# Other arguments of slime that hook files read, with values that mean that the feature is not used.
+# slime's other arguments that hook files read, with values that mean that the feature is not used.
 OTHERS: dict[str, object] = {
     "ci_test": False,
     "context_parallel_size": 1,
@@ -36,7 +36,7 @@ FunctionPath = Annotated[str | None, Flag(metavar="PATH")]
 
 
 class HookArguments(Namespace):
-    """The `args` of hook files. Reading a missing argument raises an error that says what to do."""
+    """The `args` passed to hook files. Reading a missing argument raises an error that says what to do."""
 
     def __getattr__(self, name: str) -> Any:
         given = name in SlimeOptions.model_fields
@@ -185,13 +185,13 @@ class SlimeOptions(BaseModel):
 
     @property
     def job_overrides(self) -> dict[str, dict[str, Any]]:
-        """Return the job's settings that the options override, by group."""
+        """Return the job settings that the options override, by group."""
         tis = {"use_tis": self.use_tis or None, "tis_clip": self.tis_clip}
         trainer = {name: value for name, value in tis.items() if value is not None}
         return {"trainer": trainer} if trainer else {}
 
     def namespace(self) -> Namespace:
-        """Return the `args` of hook files: the options, and the other arguments of slime that they may read."""
+        """Return the `args` for hook files: the options, and slime's other arguments that hook files may read."""
         own = self.model_dump()
         if self.hf_checkpoint in (TINY, SMOLLM2):  # hook files load its tokenizer themselves, by this name
             own["hf_checkpoint"] = loadable_name(self.hf_checkpoint, "bfloat16", 0)

@@ -1,4 +1,4 @@
-"""`Sample`, which slime's hooks receive and return. Its attributes and the form of `to_dict` are slime's."""
+"""`Sample`, which slime's hooks receive and return. Its attributes and the format of `to_dict` are slime's."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -95,7 +95,7 @@ class SlimeSample:
         return self.reward[args.reward_key]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sample in the form of a rollout file, including attributes that a hook has added."""
+        """Return the sample in the format of a rollout file, including attributes that a hook has added."""
         plain = {"status": getattr(self.status, "value", self.status)}  # hooks may have set a string
         counters = {"spec_info": self.spec_info.to_dict(), "prefix_cache_info": self.prefix_cache_info.to_dict()}
         return {**vars(self), **plain, **counters}
@@ -132,7 +132,7 @@ class SlimeSample:
         """Add tokens to the response: the model's tokens with their logprobs, or other tokens, which are not trained
         on.
 
-        Raises `ValueError` unless there is one logprob for each token of the model.
+        Raises `ValueError` unless there is one logprob for each of the model's tokens.
         """
         added = [int(token) for token in tokens or ()]
         scores = None if log_probs is None else [float(value) for value in log_probs]
@@ -146,7 +146,7 @@ class SlimeSample:
             scores = [0.0] * len(added)
         self.response += text or ""
         before = self.response_length
-        if added:  # in place, because a hook may have references to the same lists
+        if added:  # done in place, because a hook may have references to the same lists
             self.tokens += added
             self.response_length += len(added)
             self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask

@@ -1,4 +1,4 @@
-"""Entries of reasoning-gym, made in a separate process with a fixed hash seed.
+"""reasoning-gym's entries, made in a separate process with a fixed hash seed.
 
 Some generators choose from a set in its iteration order, which depends on each Python process's random hash seed. With
 the hash seed fixed, the same seed and index give every program the same entry.
@@ -56,7 +56,7 @@ class EntryMaker:
                 if not connection.poll(ENTRY_S):
                     raise TimeoutError(f"it took longer than {ENTRY_S:g} s")
                 entry, failure = connection.recv()
-            except BaseException as error:  # including an interrupt: its answer would be taken for the next one's
+            except BaseException as error:  # including an interrupt: the next request would get this entry
                 self._end()
                 if isinstance(error, OSError | EOFError):
                     raise ResetFailed(f"{what} could not be made: {in_one_line(error)}") from error
@@ -80,7 +80,7 @@ class EntryMaker:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for the program, which ends this process
+                    start_new_session=True,  # Ctrl-C is meant for our program, which ends this process
                 )
         return self._connection
 
@@ -130,7 +130,7 @@ def serve_entries(descriptor: int) -> None:
 
 
 def _make_anew() -> None:
-    """Make a forked program start its own process. With a shared one, they would get each other's answers."""
+    """Have a forked program start its own process. With a shared one, the programs would get each other's answers."""
     global _maker
     _maker = EntryMaker()
 

@@ -25,14 +25,14 @@ log = logging.getLogger("bombus")
 ABORT_S = 15.0  # time for the hive to abort the episodes that are given up
 LOOK_S = 1.0  # time between two checks for a new version
 NOT_BEGUN = "the hive had closed it before its turn came"
-EPISODE_S_MAX = 86_400.0  # for an episode waiting for its turn; the hive ends the wait if it closes a batch
+EPISODE_S_MAX = 86_400.0  # for an episode waiting for its turn; the hive ends the wait by closing a batch
 
 
 class EvalScore(EpisodeScore, frozen=True, kw_only=True):
     """The score of an evaluation episode.
 
-    `version` is the policy version that sampled the whole episode, or None if several did, which `versions` lists. For
-    an episode without an answer, it is the version at its claim.
+    `version` is the policy version that sampled the whole episode, or None if several versions did, which `versions`
+    lists. For an episode without an answer, `version` is the version at the time of its claim.
     """
 
     version: int | None
@@ -58,7 +58,7 @@ class Evaluation:
 
     Up to `claim` episodes are claimed together. In a synchronous run they all play one version, because the hive's next
     batch waits for them. `versions` contains the versions at the claims: just one, unless the engine advances between
-    two claims. In an asynchronous run nothing waits, and each score names the versions that sampled its episode.
+    two claims. In an asynchronous run no batch waits, and each score names the versions that sampled its episode.
 
     `cut_off` counts the episodes that the hive closed before they ended, which have no reward. A data set is given up
     if too many of its episodes fail in a row. Raises the client's errors, or, once the other data sets have been
@@ -115,7 +115,7 @@ class Evaluation:
         async with self._slots:
             name, uuid = episode.task.data_set, credentials.episode_uuid
             if name in self._given_up:
-                self._unplayed[name] += 1  # it is aborted with the other open episodes
+                self._unplayed[name] += 1  # the episode is aborted with the other open ones
                 return
             score = _not_begun(episode, credentials) if uuid in self._over else await self._scored(episode, credentials)
             self._open.discard(uuid)
@@ -159,7 +159,8 @@ class Evaluation:
 
     @asynccontextmanager
     async def _nothing_left_open(self, claimed: Sequence[Credentials]) -> AsyncIterator[None]:
-        """Keep the episodes alive while they are played or wait for that, and abort those still open at the end."""
+        """Keep the episodes alive while they are being played or are waiting to be, and abort those still open at the
+        end."""
         uuids = [each.episode_uuid for each in claimed]
         self._open.update(uuids)
         try:
@@ -192,7 +193,7 @@ class EvalSchedule:
         return run != self._run or version >= self._next
 
     def played(self, run: int, version: int) -> list[int]:
-        """Record that a version was evaluated. Return the due versions that were skipped before it."""
+        """Record that a version was evaluated. Return the versions before it that were due but skipped."""
         skipped = [] if run != self._run else list(range(self._next, version, self._every))
         self._run = run
         self._next = (version // self._every + 1) * self._every
@@ -200,7 +201,7 @@ class EvalSchedule:
 
 
 async def wait_until_due(client: AsyncSwarmClient, schedule: EvalSchedule) -> tuple[int, int] | None:
-    """Wait for a version that is due for evaluation, and return its run and its number.
+    """Wait for a version that is due for evaluation. Return the run and the number of this version.
 
     Returns None once the engine is no longer running.
     """
@@ -244,7 +245,7 @@ def _not_begun(episode: _EvalEpisode, credentials: Credentials) -> EvalScore:
 def _without_reward(score: EvalScore, credentials: Credentials, error: Exception) -> EvalScore:
     """Return the score of an aborted episode.
 
-    Its error does not name the episode, so that equal errors are counted together.
+    The score's error does not name the episode, so that equal errors are counted together.
     """
     why = in_one_line(error).replace(f"Episode {credentials.episode}", "the episode")
     return msgspec.structs.replace(score, status=RolloutStatus.ABORTED, reward=None, is_success=None, error=why)

@@ -14,7 +14,8 @@ NAME_CHARACTERS_MAX = 128  # the hive's limit
 
 
 class FileTasks:
-    """The tasks of a file as a `TaskSet` with the file's name. A draw returns the first tasks, whatever its seed.
+    """The tasks in a file, as a `TaskSet` with the file's name. A draw returns the first tasks, whatever the draw's
+    seed.
 
     `environment` is `module:Class`. Raises `Refused` if the file or the class cannot be used.
     """

@@ -18,7 +18,7 @@ WITHOUT_CAPABILITIES = "setpriv --no-new-privs --bounding-set=-all --inh-caps=-a
 
 
 def why_no_isolation() -> str:
-    """Return what this machine lacks for isolation, or "" if nothing is missing. Its kernel may still refuse."""
+    """Return what this machine lacks for isolation, or "" if nothing is missing. The kernel may still refuse."""
     if sys.platform != "linux" or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         return "that needs Linux, with `unshare` and `setpriv` (package util-linux)"
     return ""
@@ -39,7 +39,7 @@ def isolated(
 
 
 def import_path(packages: Sequence[str]) -> str:
-    """Return the PYTHONPATH with which a program finds our own package and these packages."""
+    """Return a PYTHONPATH on which a program finds our own package and these packages."""
     return ":".join(map(str, _sites(packages)))
 
 
@@ -51,7 +51,7 @@ def _sites(packages: Sequence[str]) -> list[Path]:
 
 
 def _folders(packages: Sequence[str]) -> list[str]:
-    """Return the folders that a program may read, parents before their contents. Our own tree is limited to the
-    package."""
+    """Return the folders that a program may read, parents before their contents. Of our own source tree, only the
+    package is included."""
     shown = {str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, *map(str, _sites(packages)[1:])}
     return sorted(shown)

@@ -45,7 +45,7 @@ class TaskDraw(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_seed(self) -> int:
-        """Return the seed of the first task, for a generator that needs one per task.
+        """Return the seed for the first task, for a generator that needs one per task.
 
         The other tasks use the seeds after it.
         """
@@ -81,7 +81,7 @@ class TaskSet(Protocol):
 
 
 class TaskName(msgspec.Struct, frozen=True, kw_only=True):
-    """The name of a set in a family. `flaw` describes a known defect of its tasks."""
+    """The name of a set in a family. `flaw` describes a known defect in the set's tasks."""
 
     name: str
     flaw: str = ""
@@ -91,8 +91,8 @@ class TaskFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Sets of tasks from one source.
 
     `package` must be importable ("" means that none is needed), and the extra `extra` installs it. `names` lists the
-    sets; a family without names (see `has_names`) is a single set. `open` opens a set by its name and options;
-    `options` are the names of the options.
+    sets; a family without names (see `has_names`) is a single set. `open` opens a set by name, with options; `options`
+    are the names of the options.
     """
 
     name: str
@@ -106,13 +106,13 @@ class TaskFamily(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoOptions(BaseModel):
-    """The options of a set that has none."""
+    """The options of a set that takes none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TasksNotInstalled(BombusError):
-    """A family's dependency is not installed or not usable here. The message says what to do."""
+    """Raised if a family's dependency is not installed or not usable here. The message says what to do."""
 
 
 def options_of(model: type[OptionsT], name: str, given: Mapping[str, str]) -> OptionsT:

@@ -16,7 +16,7 @@ from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.sdk.types import Credentials, Task
 from bombus.task_groups import first_failure
 
-UNANSWERED_S = 60.0  # time for a server to answer its first call, as it may still be starting
+UNANSWERED_S = 60.0  # how long a server may take to answer its first call, because it may still be starting
 REASONS_SHOWN_MAX = 3
 FAILURES_IN_A_ROW_MAX = 16  # after this many failures, a server is not expected to recover
 
@@ -118,7 +118,7 @@ class EpisodeSummary:
         )
 
     def notes(self) -> Iterator[str]:
-        """Yield a line with the means of the metrics, then a line for each of the commonest reasons why episodes were
+        """Yield a line with the means of the metrics, then a line for each of the most common reasons why episodes were
         aborted."""
         if self.metrics:
             yield f"{self.name}: " + ", ".join(
@@ -158,7 +158,8 @@ class ScoreFile:
 
 
 class ServerPatience:
-    """Reports why calls are retried, and gives up if the server has never answered within the first `within_s` seconds.
+    """Reports why calls are retried, and gives up if the server has not answered any call within the first `within_s`
+    seconds.
 
     It is the `watch` of a rollout. `report` is called with the first few reasons.
     """
@@ -169,7 +170,7 @@ class ServerPatience:
         within_s: float = UNANSWERED_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.gave_up = ""  # the reason, once it has given up
+        self.gave_up = ""  # the reason for giving up, or "" before that
         self._report = report
         self._within_s = within_s
         self._clock = clock

@@ -89,7 +89,7 @@ class ReasoningPuzzle:
 
     @reward
     def score(self, transcript: Transcript) -> float:
-        """Return the verifier's score for the answer, or 0 if the verifier cannot read it."""
+        """Return the verifier's score for the answer, or 0 if the verifier cannot read the answer."""
         answer = answer_in(_last_text(transcript))
         if answer not in self._scores:
             self._scores = {answer: score_of(self._generator, answer, self._entry)}
@@ -102,12 +102,12 @@ class ReasoningPuzzle:
 
     @success
     def is_solved(self, transcript: Transcript) -> bool:
-        """Return whether the answer has the full score."""
+        """Return whether the answer got the full score."""
         return self.score(transcript) >= 1.0
 
 
 def answer_in(text: str) -> str:
-    """Return the last answer in tags, or the whole text if there is none."""
+    """Return the last answer in tags, or the whole text if there is no such answer."""
     found = _tagged_answer(text)
     return (text if found is None else found).strip()
 
@@ -115,11 +115,12 @@ def answer_in(text: str) -> str:
 def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
     """Return the verifier's score, from 0 to 1.
 
-    The score is 0 for an answer that the verifier cannot read or does not finish judging, provided that it can judge
-    the correct answer. If it cannot, the verifier is to blame, and this raises `MethodFailed`.
+    The score is 0 for an answer that the verifier cannot read or does not finish judging, provided that the verifier
+    can judge the correct answer. If it cannot, the verifier is to blame, and this raises `MethodFailed`.
 
     An answer that contains the whole question is wrong, because some verifiers would find the solution in the question.
-    An answer that contains "nan" is wrong too, unless the correct answer does: some verifiers accept it as any number.
+    An answer that contains "nan" is wrong too, unless the correct answer contains it: some verifiers accept "nan" as
+    any number.
     """
     if entry["question"].strip() in answer or (_has_nan(answer) and not _has_nan(str(entry["answer"]))):
         return 0.0
@@ -141,7 +142,8 @@ def _tagged_answer(text: str) -> str | None:
 
 
 def _has_nan(answer: str) -> bool:
-    """Return whether an answer contains NaN, even with spaces between the letters, since some verifiers remove them."""
+    """Return whether an answer contains NaN, even with spaces between the letters, since some verifiers remove
+    spaces."""
     return any(_NOT_A_NUMBER.search(each) for each in (answer, "".join(answer.split())))
 
 
@@ -153,7 +155,7 @@ def _last_text(transcript: Transcript) -> str:
 def _names() -> Sequence[TaskName]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # raised by a package that it imports, when first compiled
+            warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
             from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise TasksNotInstalled(

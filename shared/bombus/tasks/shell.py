@@ -153,7 +153,7 @@ JOBS: dict[str, Callable[[random.Random], ShellJob]] = {
 
 
 def job_of(task: Task) -> ShellJob:
-    """Return the job of a drawn task. Raises `ResetFailed` if it has none."""
+    """Return the job of a drawn task. Raises `ResetFailed` if the task has none."""
     kind = task.metadata.get("job")
     if kind not in JOBS:
         raise ResetFailed(f"metadata['job'] is {kind!r}: it must be one of {', '.join(JOBS)}")

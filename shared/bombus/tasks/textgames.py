@@ -1,4 +1,4 @@
-"""The text games of TextArena: `textarena:<game>`. In a game for several players, the model plays against itself."""
+"""TextArena's text games: `textarena:<game>`. In a game for several players, the model plays against itself."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ from bombus.sdk.types import Task
 from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskName, TasksNotInstalled, options_of
 
 PLAYERS_MAX = 15
-RAW = "-raw"  # games without wrappers: each observation contains only what is new, which extends the conversation
+RAW = "-raw"  # games without wrappers: each observation contains only what is new, and extends the conversation
 MORE_PLAYERS = {"MarketEntryGame-v0": 2, "PublicGoodsGame-v0": 2, "QuantumTicTacToe-v0": 2, "SpiteAndMalice-v0": 2}
 INSTRUCTION = "You play a game. Reply with your move in square brackets, as the rules of the game say."
 
@@ -165,7 +165,7 @@ class ArenaMatch:
 
     @metric
     def invalid_moves(self) -> float:
-        """Return how many players lost the match by an illegal move."""
+        """Return how many players lost the match through an illegal move."""
         return float(self._invalid)
 
 
@@ -212,7 +212,7 @@ def _made(game: str) -> Any:
 
 @lru_cache(1)
 def _textarena() -> Any:
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints its attempts to download files
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # the game prints its attempts to download files
         try:
             import textarena
         except ImportError as error:

@@ -51,7 +51,7 @@ log = logging.getLogger("bombus")
 
 
 class AnswerJudge:
-    """Judges answers in a separate process, which starts with the first answer and ends when this process does.
+    """Judges answers in a separate process, which starts with the first answer and ends when our own process does.
 
     Threads may share it. `verify_s` is the time limit for one answer.
     """
@@ -67,7 +67,7 @@ class AnswerJudge:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def score(self, generator: str, answer: str, entry: Mapping[str, Any]) -> float | None:
-        """Return the verifier's score for an answer, or None if it is not a number or does not arrive in time.
+        """Return the verifier's score for an answer, or None if the score is not a number or does not arrive in time.
 
         Raises `EnvironmentLost` if the judging process is not available.
         """
@@ -165,7 +165,7 @@ class AnswerJudge:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the program, which ends this process
+                start_new_session=True,  # Ctrl-C is meant for our program, which ends this process
             )
         return self._channel
 
@@ -209,15 +209,15 @@ def _judged(connection: socket.socket, verify_s: float) -> float | None:
     if not said:
         raise ConnectionError("the process that judges has ended")
     try:
-        return float(said.partition(_END)[0])  # derived from text that a model has written, so it is never unpickled
+        return float(said.partition(_END)[0])  # never unpickled, because it derives from text that a model has written
     except ValueError:
         return None
 
 
 def _variables(home: str) -> dict[str, str]:
-    """Return all environment variables of the process.
+    """Return all of the process's environment variables.
 
-    Nothing is inherited from this process, whose variables may contain keys.
+    Nothing is inherited from our own process, whose variables may contain keys.
     """
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -243,9 +243,9 @@ def _warn(why: str) -> None:
 
 
 class _Child(NamedTuple):
-    """The process of one answer.
+    """The process that judges one answer.
 
-    If it ends without sending a verdict, one is sent for it, so that the caller does not wait.
+    If it ends without sending a verdict, one is sent in its place, so that the caller does not wait.
     """
 
     connection: socket.socket
@@ -331,7 +331,8 @@ def _forked() -> int:
 
 
 def _limit() -> None:
-    """Set the resource limits of the process of one answer. Unless it runs as root, it cannot start another process."""
+    """Limit the resources of the process that judges one answer. Unless it runs as root, it cannot start another
+    process."""
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, FILE_BYTES_MAX))
@@ -353,7 +354,7 @@ def _end_late(children: dict[int, _Child]) -> None:
 
 
 def _make_anew() -> None:
-    """Make a forked program start its own process."""
+    """Have a forked program start its own process."""
     global judge
     judge = AnswerJudge()
 

@@ -1,1 +1,1 @@
-"""The text files of a model: its tokenizer, its chat template, and checks of whether a gateway can use them."""
+"""A model's text files: its tokenizer, its chat template, and checks of whether a gateway can use them."""

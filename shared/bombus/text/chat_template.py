@@ -15,22 +15,22 @@ from bombus.errors import EngineFault
 from bombus.text.sandbox import Steps, environment
 
 SWITCHES_MAX = 8
-STEPS_MAX = 200_000  # limit for rendering an empty conversation, some 50 ms
+STEPS_MAX = 200_000  # limit for rendering an empty conversation: about 50 ms of work
 STEPS_OF_PAIR = 4  # added for each pair of messages or tools: a template may look at all messages for each one
-STEPS_OF_CHARACTER = 1 / 8  # added for each character of the messages: a template may read it several times
+STEPS_OF_CHARACTER = 1 / 8  # added for each character in the messages: a template may read it several times
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SWITCHES = ("think", "reason", "enable")
 
 
 class TemplateRefused(ValueError):
-    """Raised if a template cannot render a conversation, because it refuses the conversation or fails on it."""
+    """Raised if a template cannot render a conversation, because it rejects the conversation or fails on it."""
 
 
 class ChatTemplate:
     """A compiled chat template.
 
-    `variables` are passed to each rendering: special tokens by name, and the job's variables. `source_with_tools` is
-    the separate template that some models have for conversations with tools.
+    `variables` are passed to each rendering: special tokens by name, and the job's variables. `source_with_tools` is a
+    separate template that some models have for conversations with tools.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any], source_with_tools: str = "") -> None:
@@ -78,23 +78,24 @@ class ChatTemplate:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
 
     def switches(self) -> list[str]:
-        """Return the variables that the template looks up whose names suggest that they turn reasoning on.
+        """Return those variables looked up by the template whose names suggest that they turn reasoning on.
 
         A gateway renders with each of them, so at most `SWITCHES_MAX` are returned.
         """
         return sorted(name for name in self.looked_up() if any(part in name for part in _SWITCHES))[:SWITCHES_MAX]
 
     def looked_up(self) -> set[str]:
-        """Return the variables that the template looks up, except those given at every rendering. It may set some
-        itself."""
+        """Return the variables that the template looks up, except those given at every rendering. The template may set
+        some of them itself."""
         trees = (environment().parse(source) for source in self._sources)
         return set().union(*map(find_undeclared_variables, trees)) - GIVEN - environment().globals.keys()
 
     def remakers(self) -> list[Callable[[str], str]]:
-        """Return functions that change a text as the template may, other than by trimming, cutting or changing case.
+        """Return functions that change a text in ways that the template may, other than by trimming, cutting or
+        changing case.
 
-        They replace texts that the template names, remove separators at which it splits (since it may join the parts),
-        or strip tags.
+        They replace texts that the template names, remove separators at which the template splits (since it may join
+        the parts), or strip tags.
         """
         trees = [environment().parse(source) for source in self._sources]
         calls = [call for tree in trees for call in tree.find_all(nodes.Call)]
@@ -106,7 +107,7 @@ class ChatTemplate:
         return [*made, do_striptags] if any(filter.name == "striptags" for filter in filters) else made
 
     def looked_for(self) -> list[str]:
-        """Return the texts that the template searches for or compares with, except words and single characters."""
+        """Return the texts that the template searches for or compares with, except for words and single characters."""
         trees = [environment().parse(source) for source in self._sources]
         places = [place for tree in trees for place in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter))]
         constants = [node.value for place in places for node in place.find_all(nodes.Const)]

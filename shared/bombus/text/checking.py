@@ -19,9 +19,9 @@ _PLAIN_TURNS = (("system", "user", "assistant", "user"), ("user", "assistant", "
 
 
 def with_chat_template(files: Mapping[str, bytes], given: str) -> dict[str, bytes]:
-    """Return a model's text files with the chat template that its job gives, as text or as a file name.
+    """Return a model's text files with the chat template that its job sets, as text or as a file name.
 
-    Raises `EngineFault` if it is neither.
+    Raises `EngineFault` if `given` is neither.
     """
     if given in ("", NO_CHAT_TEMPLATE):
         return dict(files)
@@ -58,7 +58,7 @@ def check_text(files: Mapping[str, bytes], model: ModelConfig) -> None:
 
 
 def template_of(tokenizer: Tokenizer, name: str) -> str:
-    """Return the chat template of the model `name`. Raises `EngineFault` if it has none."""
+    """Return the chat template of the model `name`. Raises `EngineFault` if the model has none."""
     if not tokenizer.chat_template.strip():
         raise EngineFault(
             f"{name!r} has no chat template: set model.chat_template in the job to one, or to "
@@ -93,8 +93,9 @@ def _rendered(template: ChatTemplate, roles: Sequence[str], content: Any) -> str
 def unknown_marker(template: ChatTemplate, ids: Mapping[str, int]) -> str:
     """Return a marker that a template writes around texts but that is not a token, or "" if there is none.
 
-    If no marker is a token, the model learned them as plain text. Markers that the template only compares with, or
-    writes around tools or images, are ignored: many models have templates that name such markers, but lack the tokens.
+    If none of the markers is a token, the model learned them as plain text. Markers that the template only compares
+    with, or writes around tools or images, are ignored: many models have templates that name such markers, but lack the
+    tokens.
     """
     written = "\0".join(_plain_conversations(template))
     markers = sorted({marker for marker in _MARKER.findall(template.literals()) if marker in written})

@@ -1,6 +1,6 @@
 """The sandbox in which chat templates run: jinja2's sandbox, with the filters and globals that transformers adds.
 
-The work of a template is bounded, since it is third-party code and a thread that runs it cannot be stopped.
+A template's work is bounded, since it is third-party code and a thread that runs it cannot be stopped.
 """
 
 import datetime
@@ -25,8 +25,8 @@ from jinja2.visitor import NodeTransformer
 COUNT_MAX = 100_000  # largest width or count that a template may pass to a filter or a string method
 NUMBER_BITS_MAX = 1 << 12
 PLACES_MAX = 100
-TEXT_MAX = 10_000_000  # characters of a text, or members of a list, made by repetition or concatenation
-# Filters that do not take longer for a larger value, or that count their own steps.
+TEXT_MAX = 10_000_000  # characters in a text, or members of a list, made by repetition or concatenation
+# Filters that take no longer for larger values, or that count their own steps.
 QUICK_FILTERS = {"abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "tojson"}
 STEP_CHARACTERS = 256  # characters of text that are read or made in one step
 MACRO_STEPS = 10  # steps counted for each call of a macro
@@ -36,7 +36,7 @@ _WIDE_FORMAT = re.compile(r"%[^%A-Za-z]*(?:\d{6}|\*)")
 
 
 class Steps:
-    """Limits templates to this many steps while the block runs. Beyond that they raise `SecurityError`.
+    """Limits templates to this many steps while the block runs. Templates that exceed the limit raise `SecurityError`.
 
     Each item that is looped over counts as one step, each call of a macro as `MACRO_STEPS`, and every `STEP_CHARACTERS`
     characters of a text as one. All other work is bounded by the length of a template's source.
@@ -75,7 +75,7 @@ def _size(value: object) -> int:
 
 
 def _looped(iterable: Iterable[Any]) -> Iterable[Any]:
-    """Return the iterable of a loop, counting a step for each of its items."""
+    """Return a loop's iterable, counting a step for each item."""
     try:
         _take(len(iterable))  # type: ignore[arg-type]
     except TypeError:
@@ -156,7 +156,7 @@ def _check_attribute(name: object) -> None:
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Bounds the values of expressions such as `7 ** 10 ** 8`, which would block the process for hours.
 
-    When a template is compiled, the intercepted operators are not constant-folded either.
+    The intercepted operators are not constant-folded either when a template is compiled.
     """
 
     intercepted_binops = frozenset({"**", "*", "%", "+"})
@@ -247,7 +247,7 @@ def _counting(filter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _charged(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that counts steps for the size of its value."""
+    """Return a filter that counts steps according to the size of its value."""
     place = 1 if hasattr(filter, "jinja_pass_arg") else 0  # the value follows the context or environment
 
     @wraps(filter)
@@ -272,7 +272,7 @@ def _round(value: float, precision: int = 0, method: Literal["common", "ceil", "
 
 @cache
 def environment() -> ImmutableSandboxedEnvironment:
-    """Return the jinja2 environment for chat templates."""
+    """Return the jinja2 environment in which chat templates run."""
     made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     for name in ("batch", "center", "indent", "slice"):
         made.filters[name] = _counting(made.filters[name])

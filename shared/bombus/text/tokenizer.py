@@ -13,7 +13,7 @@ from bombus.config.template_variables import SPECIAL_TOKENS
 from bombus.errors import EngineFault
 from bombus.weights.tokenizer_fit import read_json, template_sources
 
-# Special tokens that are part of the text by default. All others are left out of it.
+# Special tokens that are part of the text by default. All other special tokens are left out of it.
 SHOWN_SPECIALS = frozenset(
     {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 )
@@ -30,7 +30,8 @@ class Tokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Load from the files of a model's folder, given by name. Raises `EngineFault` if they cannot be used."""
+        """Load the tokenizer from the files in a model's folder, keyed by name. Raises `EngineFault` if they cannot be
+        used."""
         if "tokenizer.json" not in files:
             raise EngineFault("the model has no tokenizer.json: save it with a fast tokenizer")
         try:
@@ -49,7 +50,7 @@ class Tokenizer:
         self.chat_template = templates.get("default", "")
         self.template_with_tools = templates.get("tool_use", "")
         self.named = _named_specials(self.config, read_json(files, "special_tokens_map.json"))
-        # The token that stands for text that the tokenizer does not know, or "" if there is none.
+        # The token that represents text unknown to the tokenizer, or "" if there is none.
         self.unknown = self.named.get("unk_token") or str(getattr(self.fast.model, "unk_token", None) or "")
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
@@ -59,7 +60,7 @@ class Tokenizer:
         self.shown: Collection[str] = SHOWN_SPECIALS
 
     def _add_tokens(self) -> None:
-        """Add the tokens that only tokenizer_config.json has, and apply its flags to the others.
+        """Add the tokens that are only in tokenizer_config.json, and apply that file's flags to the other tokens.
 
         transformers does the same when it loads the files.
         """
@@ -92,7 +93,7 @@ class Tokenizer:
         return self.bytes_of(tokens).decode("utf-8", "replace")
 
     def bytes_of(self, tokens: Iterable[int]) -> bytes:
-        """Return the bytes of the text. Raises `EngineFault` for an id outside the vocabulary."""
+        """Return the bytes of the tokens' text. Raises `EngineFault` for an id outside the vocabulary."""
         pieces = self.pieces
         try:
             return b"".join([pieces[token] for token in tokens])
@@ -176,8 +177,8 @@ def _piece_reader(decoder: dict[str, Any] | None) -> _PieceReader:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE: printable bytes stand for themselves, others start at
-    U+0100."""
+    """Return the byte for each character in byte-level BPE: printable bytes represent themselves, and the others start
+    at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = (byte for byte in range(256) if byte not in set(printable))

@@ -1,1 +1,1 @@
-"""Weight files: models by name, deltas, LoRA adapters, and whether a tokenizer fits a model."""
+"""Weight files: models by name, deltas, LoRA adapters, and the check of whether a tokenizer fits a model."""

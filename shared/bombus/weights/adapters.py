@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 ADAPTER_FORMAT = "safetensors-lora"
 ADAPTER_FILE = "adapter_model.safetensors"
-# Both a file name and a key of the tensor file's metadata with the same content, so that the digest covers it.
+# The name of both a file and a key in the tensor file's metadata. Both have the same content, so that the digest covers
+# it.
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max-lora-rank that vLLM 0.32 accepts
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM 0.32 accepts for max-lora-rank
 ScaleOf = Callable[[str], float]  # maps a layer's name to the scale of its product B A
 LOW_A, LOW_B = ".lora_A.weight", ".lora_B.weight"
 
@@ -46,7 +47,7 @@ _config = msgspec.json.Decoder(AdapterConfig)
 
 
 def adapter_names(layer: str) -> tuple[str, str]:
-    """Return the names of a layer's A [rank, in] and B [out, rank] in the file."""
+    """Return the names that a layer's A [rank, in] and B [out, rank] have in the file."""
     return f"{PREFIX}{layer}{LOW_A}", f"{PREFIX}{layer}{LOW_B}"
 
 
@@ -57,7 +58,8 @@ def merged(weight: "Tensor", low_a: "Tensor", low_b: "Tensor", scale: float) -> 
 
 @dataclass
 class Rounding:
-    """How much of an adapter is lost to rounding in a merge: squared norms of what it adds, and of the lost part."""
+    """How much of an adapter is lost to rounding in a merge: the squared norms of what the adapter adds, and of the
+    lost part."""
 
     added: float = 0.0
     lost: float = 0.0
@@ -75,7 +77,8 @@ class Rounding:
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Return the configuration in the metadata of the adapter in `folder`, which the adapter's digest covers.
 
-    Raises `EngineFault` if it cannot be read, or if the configuration file next to it differs.
+    Raises `EngineFault` if the configuration cannot be read, or if the configuration file beside the adapter differs
+    from it.
     """
     with TensorFile(folder / ADAPTER_FILE) as file:
         text = file.metadata.get(ADAPTER_CONFIG, "")

@@ -1,4 +1,4 @@
-"""The canary of a version: fixed sequences whose logprobs its trainer puts on the log, and the comparison at a replica.
+"""A version's canary: fixed sequences whose logprobs the trainer puts on the log, and the comparison with a replica's.
 
 See docs/weights.md. Pure, and without torch.
 """
@@ -12,11 +12,11 @@ from bombus.hive.events import Canary, CanaryCheck
 
 SEQUENCES, TOKENS = 4, 16
 SCORED = TOKENS - 1  # the first token of a sequence has no logprob
-# Rounding may route a token to another expert of nearly the same weight, which changes the sequence that it is in. What
-# the weights are affects all sequences.
+# Rounding may route a token to another expert of nearly the same weight, which changes only the sequence that contains
+# the token. Wrong weights affect all sequences.
 AGREEING_MIN = 3
-STEP_SHARE = 0.5  # of the change since the version before: from here on, it counts as missing or applied twice
-STEP_SIZE = 8.0  # how many times larger than rounding the change of a sequence must be for that
+STEP_SHARE = 0.5  # from this share on, the change since the previous version counts as missing or applied twice
+STEP_SIZE = 8.0  # how many times larger than rounding a sequence's change must be for STEP_SHARE to apply
 
 
 def canary_sequences(vocabulary: int) -> list[list[int]]:
@@ -29,12 +29,13 @@ def canary_sequences(vocabulary: int) -> list[list[int]]:
 
 
 class CanaryFailed(EngineFault):
-    """Raised when a replica does not compute what the trainer computes with the version that it has loaded."""
+    """Raised if a replica's results for the version that it has loaded differ from the trainer's."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a replica must compute with a version. `before` is the canary of the version before, None if unknown."""
+    """What a replica must compute with a version. `before` is the previous version's canary, or None if that is
+    unknown."""
 
     version: int
     canary: Canary
@@ -43,9 +44,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class Numerics:
-    """The differences in nats that a way of computing explains: the largest in a sequence, and the root mean square.
+    """The differences, in nats, that a way of computing explains: the largest in a sequence, and the root mean square.
 
-    The shares are those of the effect of the version's adapter, by which they grow.
+    Both grow with the effect of the version's adapter: the shares say by what fraction of that effect.
     """
 
     way: str
@@ -55,11 +56,11 @@ class Numerics:
     rms_share: float = 0.0
 
     def with_adapter_rounded(self) -> "Numerics":
-        """Return the numerics of the same with an adapter whose factors are rounded to half precision."""
+        """Return the numerics of the same way of computing if the adapter's factors are rounded to half precision."""
         return Numerics(f"{self.way}, adapter rounded", self.limit, self.rms, 0.1, 0.01)
 
 
-# docs/weights.md has the measured differences that these exceed.
+# These limits exceed the measured differences in docs/weights.md.
 IN_FLOAT64 = Numerics("in float64", 1e-4, 1.5e-5)
 CONSTANTS_ROUNDED = Numerics("in float64, constants in half precision", 3e-3, 5e-4)  # such as Gemma's scale
 SERVED = {
@@ -67,14 +68,16 @@ SERVED = {
     "bfloat16": Numerics("as served in bfloat16", 3.0, 0.15),
     "float16": Numerics("as served in float16", 0.5, 0.03),
 }
-# A server elsewhere does not say its precision, and an adapter that is merged in half precision is mostly rounded away.
+# A server elsewhere does not report its precision, and most of an adapter that is merged in half precision is rounded
+# away.
 ELSEWHERE = Numerics("as served elsewhere", 4.0, 0.5, 5.0, 1.0)
 
 
 def compare(expected: Expected, found: Sequence[float], numerics: Numerics, bits: str = "") -> CanaryCheck | None:
-    """Return how far the logprobs `found` at a replica are from the trainer's, None if they cannot be compared.
+    """Return how far a replica's logprobs `found` are from the trainer's, or None if they cannot be compared.
 
-    `bits` is the sum of the bits of its weights, "" if it does not hold what was published. Raises `CanaryFailed`.
+    `bits` is the sum of the bits of the replica's weights, or "" if the replica does not hold the weights as published.
+    Raises `CanaryFailed` if the logprobs or the bits show that the weights are not the trainer's.
     """
     canary = expected.canary
     if len(canary.logprobs) != len(found) or len(found) != SEQUENCES * SCORED:
@@ -107,7 +110,7 @@ def _lines(logprobs: Sequence[float]) -> Iterator[Sequence[float]]:
 
 
 def _figures(canary: Canary, found: Sequence[float], check: CanaryCheck) -> str:
-    """Return both figures of the token on which they differ most."""
+    """Return both logprobs of the token for which they differ most."""
     apart = [abs(one - other) for one, other in zip(canary.logprobs, found)]
     worst = max(range(len(apart)), key=apart.__getitem__)
     sequence, token = worst // SCORED + 1, worst % SCORED + 2
@@ -119,9 +122,10 @@ def _figures(canary: Canary, found: Sequence[float], check: CanaryCheck) -> str:
 
 
 def _step_fault(expected: Expected, found: Sequence[float], rms: float) -> str:
-    """Return what is wrong with the change since the version before, "" if nothing, or if rounding would hide it.
+    """Return what is wrong with the change since the previous version, or "" if nothing is or if rounding would hide
+    it.
 
-    The difference to the trainer is projected on that change, which averages the rounding.
+    The difference from the trainer is projected onto that change, which averages out the rounding.
     """
     if expected.before is None or len(expected.before.logprobs) != len(found):
         return ""

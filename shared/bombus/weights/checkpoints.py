@@ -1,7 +1,7 @@
 """The format of checkpoints: a directory whose `manifest.json` contains its writer's facts and seals the other files.
 
-The SHA-256 of the manifest is the checkpoint's digest, so it covers every file. Trainers write checkpoints of steps
-(R11) and of training clients' models (R17), which differ in their facts and in the names of their files.
+The SHA-256 of the manifest is the checkpoint's digest, so the digest covers every file. Trainers write checkpoints of
+steps (R11) and of training clients' models (R17), which differ in their facts and in the names of their files.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ _manifest = msgspec.json.Decoder(_Manifest)
 
 @dataclass(frozen=True)
 class Checkpoint(Generic[FactsT]):
-    """A checkpoint as described by its manifest. `files` are the seals of its files, by relative path."""
+    """A checkpoint as described by its manifest. `files` contains the seals of its files, by relative path."""
 
     path: Path
     digest: str
@@ -68,9 +68,9 @@ def encode_manifest(facts: object, files: Mapping[str, Seal]) -> bytes:
 
 
 def read_checkpoint(path: Path, facts: type[FactsT], digest: str = "") -> Checkpoint[FactsT]:
-    """Read a checkpoint's manifest, which must have that `digest` unless it is "". Its files are not read.
+    """Read a checkpoint's manifest, which must have that `digest` unless it is "". The checkpoint's files are not read.
 
-    Raises `CheckpointLost`, or `CheckpointDamaged` if another version of bombus wrote it.
+    Raises `CheckpointLost`, or `CheckpointDamaged` if another version of bombus wrote the checkpoint.
     """
     try:
         body = (path / MANIFEST).read_bytes()

@@ -27,14 +27,14 @@ FULL_FORMAT = "safetensors"
 FULL_FILE = "model.safetensors"
 DELTA_FORMAT = "safetensors-delta"
 DELTA_FILE = "delta.safetensors"
-BASE = "base"  # key in a delta's metadata: the version that the delta applies to, as JSON of `Weights`
+BASE = "base"  # metadata key: the version that a delta applies to, as the JSON of a `Weights`
 GAPS = "gaps:"
 HEADER_BYTES_MAX = 256 << 20
 CHAIN_MAX = 1024
-COMPARED = 1 << 22  # elements compared in one go, which bounds the memory of a comparison
+COMPARED = 1 << 22  # number of elements compared at once, which bounds the memory of a comparison
 
 Bits = NDArray[np.unsignedinteger]
-WIDTHS = {  # bytes per element, keyed by safetensors' name of the type
+WIDTHS = {  # bytes per element, keyed by safetensors' name for the type
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
@@ -216,7 +216,7 @@ class DeltaFile(TensorFile):
 
 
 def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Weights]:
-    """Return a version and the versions that it builds on, newest first, down to a full copy. Only headers are read.
+    """Return a version and the versions that it builds on, newest first, back to a full copy. Only headers are read.
 
     Raises `EngineFault` if one of the deltas cannot be read.
     """
@@ -232,7 +232,7 @@ def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Wei
 
 
 async def deltas_below(newest: Path, delta_file: Callable[[Weights], Awaitable[Path]]) -> tuple[list[Path], Weights]:
-    """Return the files of a delta and of the deltas it builds on, oldest first, and the full copy at the bottom.
+    """Return the files of a delta and of the deltas that it builds on, oldest first, and the full copy at the bottom.
 
     `delta_file` fetches and checks a delta. Raises `EngineFault` if a delta cannot be read.
     """

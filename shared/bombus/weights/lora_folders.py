@@ -1,7 +1,7 @@
 """Models given as the folder of a LoRA run: the adapter's base model, with the adapter merged into it.
 
-Such a folder is an export or another adapter that peft reads, a version that a trainer has published, or a run's folder
-of versions.
+Such a folder contains an export or another adapter that peft reads, a version that a trainer has published, or all
+versions of a run.
 """
 
 import logging
@@ -111,7 +111,7 @@ Fill = Callable[[Path], None]  # fills an empty folder
 def merged_model(
     folder: Path, dtype: str, base_named: Callable[[str], Path], made: Callable[[str, Fill], Path]
 ) -> Path:
-    """Return the folder of the base model with the adapter in `folder` merged into it.
+    """Return a folder with the base model, into which the adapter in `folder` has been merged.
 
     `base_named` returns a model's folder by its name. `made` creates a folder once, given its name and a function that
     fills it. The merged model has the dtypes of its base, or float32. Raises `EngineFault` if merging is impossible.
@@ -125,7 +125,7 @@ def merged_model(
 def peft_config(folder: Path) -> PeftConfig:
     """Return the configuration of the adapter in `folder`.
 
-    Raises `EngineFault` if it cannot be read, or if merging does not support its settings.
+    Raises `EngineFault` if the configuration cannot be read, or if merging does not support its settings.
     """
     try:
         config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=PeftConfig)
@@ -243,7 +243,7 @@ def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
 def _texts(source: Path) -> list[Path]:
     """Return the relative paths of the files to copy: text files in the folder and its subfolders.
 
-    The adapter's configuration and indexes of tensors are left out. Files may be symlinks, as in the hub's cache, but
+    The adapter's configuration and tensor indexes are left out. Files may be symlinks, as in the hub's cache, but
     symlinked subfolders are not followed, since they could lead anywhere.
     """
     folders = [source, *(each for each in source.iterdir() if each.is_dir() and not each.is_symlink())]

@@ -31,8 +31,8 @@ class Adapter:
     """The adapter in a folder, which is merged into the tensors of one model, one after another."""
 
     def __init__(self, folder: Path, scale_of: ScaleOf | None = None) -> None:
-        """Read the adapter. `scale_of` defaults to the scale in its configuration. Raises `EngineFault` if it cannot be
-        read."""
+        """Read the adapter. `scale_of` defaults to the scale in the adapter's configuration. Raises `EngineFault` if
+        the adapter cannot be read."""
         self._scale_of = scale_of or _one_scale(read_adapter_config(folder).scale)
         try:
             self._factors = load_file(folder / ADAPTER_FILE)
@@ -82,7 +82,7 @@ def _one_scale(scale: float) -> ScaleOf:
 def save_merged(base: Path, adapter: Path, into: Path) -> None:
     """Merge the adapter in `adapter` into the model in `base`, and write the result to the folder `into`.
 
-    The result is in float32, so that nothing is rounded away. Raises `EngineFault` if the adapter does not fit.
+    The result is in float32, so that nothing is lost to rounding. Raises `EngineFault` if the adapter does not fit.
     """
     added = Adapter(adapter)
     stored = load_file(base / FULL_FILE)
@@ -98,7 +98,8 @@ def save_merged(base: Path, adapter: Path, into: Path) -> None:
 
 
 def merge_files(base: Path, adapter: Path, into: Path) -> None:
-    """Merge the adapter in `adapter` into the model in `base`, one tensor at a time, and write it to the folder `into`.
+    """Merge the adapter in `adapter` into the model in `base`, one tensor at a time, and write the result to the folder
+    `into`.
 
     The result has the dtypes of `base`. Rounding to bfloat16 loses most of what a few steps have added. Raises
     `EngineFault` if the adapter does not fit.
@@ -119,7 +120,8 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Bits]]:
     """Yield the tensors of a model with the adapter merged into them, in their own dtypes or all in `dtype`.
 
-    `source` has their dtypes and shapes. Raises `EngineFault` if the adapter does not fit, possibly only at the end.
+    `source` has the tensors' dtypes and shapes. Raises `EngineFault` if the adapter does not fit, possibly only at the
+    end.
     """
     yield from merge_each(source, tensors, adapter, dtype, rounding)
     adapter.check_all_merged()

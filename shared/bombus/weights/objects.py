@@ -10,7 +10,7 @@ from bombus.errors import EngineFault
 async def fetch_objects(blobs: Blobs, stem: str, folder: Path, file_name: str) -> None:
     """Copy the objects of the version at `stem` into `folder`, which is created if necessary.
 
-    Raises `EngineFault` if `file_name` is not among them, `LogCorrupted` or `BusUnavailable`.
+    Raises `EngineFault` if `file_name` is not among them, or `LogCorrupted` or `BusUnavailable`.
     """
     names = await blobs.names(f"{stem}/")
     if f"{stem}/{file_name}" not in names:

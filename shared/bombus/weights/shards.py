@@ -35,7 +35,7 @@ class TensorHead:
 
 
 def safetensors_head(heads: Iterable[TensorHead], metadata: Mapping[str, str] | None) -> bytes:
-    """Return the beginning of a safetensors file with these tensors, up to the data of the first one."""
+    """Return the beginning of a safetensors file with these tensors, up to the first tensor's data."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for head in heads:
@@ -69,7 +69,7 @@ def write_model(
     tensors: Iterator[tuple[str, Bits]],
     bytes_max: int = SHARD_BYTES_MAX,
 ) -> dict[str, str]:
-    """Write the tensors, which must match `heads` in the same order. Return the sha256 of each file by name."""
+    """Write the tensors, which must be in the same order as `heads`. Return each file's sha256 by the file's name."""
     shards = shards_of(heads, bytes_max)
     count = len(shards)
     names = [FULL_FILE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]

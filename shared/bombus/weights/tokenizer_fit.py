@@ -12,8 +12,9 @@ from typing import Any
 from bombus.errors import EngineFault
 from bombus.weights.models import TOOL_TEMPLATE
 
-# A model's vocabulary is padded beyond its tokenizer's, to round numbers or with spare ids: by 0.3 % (Qwen 2.5), 0.5 %
-# (gpt-oss) or 1.8 % (Phi-2). Another model's tokenizer differs by more, unless both are tiny.
+# A model's vocabulary is larger than its tokenizer's, because it is padded to a round number or with spare ids: by 0.3
+# % (Qwen 2.5), 0.5 % (gpt-oss) or 1.8 % (Phi-2). The size of another model's tokenizer differs by more, unless both
+# models are tiny.
 UNUSED_SHARE_MAX = 0.05
 UNUSED_MAX_OF_SMALL = 256
 ROLES = ("eos", "bos", "pad")
@@ -23,8 +24,8 @@ def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
     """Raise `EngineFault`, with one sentence that says what does not fit, unless the tokenizer fits the model.
 
     `files` are the tokenizer's files, and the model's config.json and generation_config.json. If the tokenizer comes
-    from the model's own folder, only the end-of-sequence id is compared: the other two ids are not used, and many
-    fine-tuned models still have outdated ones there.
+    from the model's own folder, only the end-of-sequence id is compared: the ids of the other two roles are not used,
+    and many fine-tuned models still have outdated ones in their own files.
     """
     own = tokenizer == model
     misfit = _misfit(files, ("eos",) if own else ROLES)
@@ -70,7 +71,7 @@ def _role_misfit(
 
     The tokenizer may have a different special token for the role: models have several end-of-sequence tokens, and for
     some well-known models, config.json and the tokenizer name different ones. In the tokenizer of a different model,
-    the id usually belongs to a part of a word.
+    the model's id usually belongs to a part of a word.
     """
     text, generation = read_json(files, "tokenizer_config.json"), read_json(files, "generation_config.json")
     added = read_json(files, "tokenizer.json").get("added_tokens") or ()

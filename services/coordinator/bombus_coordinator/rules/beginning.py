@@ -11,7 +11,7 @@ from bombus.hive.state import EngineState
 
 NEVER, AUTO, FROM = "never", "auto", "from "
 PROJECT, EXPERIMENT = "experiment.project_name", "experiment.experiment_name"
-# Settings that a checkpoint depends on. If any of them differs, it is a different job.
+# Settings that a checkpoint depends on. Jobs that differ in any of them are different jobs.
 SAME_JOB = (
     "model.path",
     "model.tokenizer",
@@ -77,7 +77,7 @@ def beginning(engine: EngineState) -> tuple[Beginning | None, str]:
 
 
 def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
-    """Return the newest checkpoint of the job, or why the run starts over.
+    """Return the newest checkpoint of the job, or the reason why the run starts over.
 
     A named experiment contains only one job: raises `Refused` if its checkpoints belong to a different job. Unnamed
     jobs may be unrelated.
@@ -99,7 +99,7 @@ def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
 
 
 def _named(left: list[_Left], step: int) -> _Left:
-    """Return the newest checkpoint of a step. Raises `Refused` if there is none, or only checkpoints of other jobs."""
+    """Return the newest checkpoint of a step. Raises `Refused` if there is none, or if all belong to other jobs."""
     of_step = [each for each in left if each.done.step == step]
     if not of_step:
         known = ", ".join(f"{each.done.step} (run {each.done.run})" for each in reversed(left)) or "none"

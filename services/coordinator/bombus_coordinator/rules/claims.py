@@ -57,7 +57,8 @@ def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:
 
 
 def no_room(live: Live, engine: EngineState | None = None) -> Refused:
-    """Return the refusal of new work, on `engine` if given: the remaining storage is kept for work in progress."""
+    """Return the refusal of new work (on `engine`, if given) because the remaining storage is kept for work in
+    progress."""
     why = live.refusing if engine is None else live.refusing_of(engine)
     return Refused(Code.STORAGE_FULL, f"{why} Try again when there is room.")
 
@@ -245,7 +246,8 @@ def grant(hive: Hive, engine: EngineState, live: Live) -> Decisions:
 
 
 def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[str]) -> Decision:
-    """Return the decision that grants a claim in answer to these commands, or refuses it if its sampler was removed."""
+    """Return the decision that answers these commands: it grants the claim, or refuses it if its sampler was
+    removed."""
     try:
         sampler = sampler_of(engine, claim)
     except Refused as refused:

@@ -1,6 +1,6 @@
-"""Make room in a full stream: a holder who keeps more than their share of it loses their oldest data.
+"""Make room in a full stream: a holder whose data takes more than their share of it loses the oldest of that data.
 
-In the stream of calls this data is episodes; in the stream of rollout groups it is groups that fit into no batch.
+In the stream of calls, this data is episodes; in the stream of rollout groups, it is groups that fit into no batch.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ WHY_GIVEN_UP = (
 
 
 def make_room(hive: Hive, live: Live) -> Decisions:
-    """While a stream is full, remove the oldest data of the holder who keeps the most, until none exceeds their share.
+    """While a stream is full, remove the oldest data of the holder who keeps the most, until no holder exceeds their
+    share.
 
     Data that steps need is kept, since training releases it. Also kept are the pool of a suspended run, a pool from
     which a batch is about to be sealed, and rollout groups that can make a batch or that still wait for a trainer to
@@ -69,13 +70,13 @@ def _groups_given_up(hive: Hive, live: Live) -> tuple[Event, ...]:
 
 
 def _is_stuck(engine: EngineState) -> bool:
-    """Return whether a trainer waits for groups while no batch can be made from those in the queue."""
+    """Return whether a trainer waits for groups while no batch can be made from those that are queued."""
     queue = engine.trajectories.queue
     return queue.batch_size > 0 and form(queue) is None
 
 
 def _oldest_groups(engine: EngineState, holder: str, size: int) -> Iterator[int]:
-    """Yield a holder's oldest groups until they total `size` bytes, but no more groups than fit into one event."""
+    """Yield a holder's oldest groups until they total `size` bytes, but no more groups than fit into a single event."""
     count = 0
     for number, group in engine.trajectories.queue.groups.items():
         if size <= 0 or count == GROUPS_MAX:

@@ -24,7 +24,7 @@ from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live
 
 REASON_CHARS_MAX = 2000
-EPISODE_BYTES = 256  # size of an episode in `batch.ready`, with its share of a task's name, or in `step.completed`
+EPISODE_BYTES = 256  # bytes per episode in `batch.ready`, with its share of its task's name, or in `step.completed`
 
 
 CONTROL = (Configure, Start, Stop, Resume)  # commands whose outcome is always on the log
@@ -40,7 +40,7 @@ def recorded(engine: EngineState, command: str) -> Done | Refusal | None:
 
 
 def answered(engine: EngineState, live: Live, message: Message, error: Refused | None = None) -> ev.CommandAnswered:
-    """Return the event of a control command that changes nothing."""
+    """Return the event that records a control command that changes nothing."""
     return ev.CommandAnswered(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -155,7 +155,7 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
 
 
 def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
-    """Let a suspended run continue, and retry models that trainers gave up rebuilding. Do nothing otherwise."""
+    """Have a suspended run continue, and retry models that trainers gave up rebuilding. Do nothing for other runs."""
     if engine.phase == Phase.OFFLINE:
         raise wrong_phase("resume the engine", engine.phase, "It has no run to resume; start one.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
@@ -172,8 +172,8 @@ def suspend(
 ) -> Decisions:
     """Suspend the run and keep all its state until its operator resumes it or, if `until_served`, a replica serves it.
 
-    A run that already waits for its operator keeps waiting. A run that waits for a replica waits for its operator from
-    now on, unless this suspension is `until_served` too.
+    If the run already waits for its operator, it keeps waiting. If it waits for a replica, it waits for its operator
+    from now on, unless this suspension is `until_served` too.
     """
     suspended = ev.EngineSuspended(
         at_ns=live.now_ns,

@@ -52,11 +52,11 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
 
 
 def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[float, ...] | None) -> float:
-    """Return the episode's reward, or the mean if each of its calls has a reward. Auxiliary calls that are not trained
-    on have none.
+    """Return the episode's reward, or the mean if each of its calls has a reward. Auxiliary calls, which are not
+    trained on, have no reward.
 
-    Raises `Refused` if there is no reward, if a reward is not finite or too large, if the number of rewards is not the
-    number of calls, or if the episode failed in a way that has no reward.
+    Raises `Refused` if there is no reward, if a reward is not finite or is too large, if the number of rewards differs
+    from the number of calls, or if the episode failed in a way that allows no reward.
     """
     if result.failure is not None and not result.failure.is_trained:
         raise Refused(
@@ -109,13 +109,14 @@ def _call_rewards(episode: Episode, result: EpisodeResult) -> tuple[float, ...] 
 
 
 def _aside(episode: Episode) -> str:
-    """Return the part of an error message about auxiliary calls, which are not counted."""
+    """Return the part of an error message that mentions auxiliary calls, which are not counted."""
     masked = sum(call.masked for call in episode.complete_calls())
     return f" (auxiliary calls of its harness, {masked} here, have none)" if masked else ""
 
 
 def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> bool:
-    """Return whether this same report has already ended the episode. Raises `Refused` if it ended in another way."""
+    """Return whether this very report has already ended the episode. Raises `Refused` if the episode ended in another
+    way."""
     closed = engine.closed.get(episode)
     if closed is None:
         return False
@@ -132,8 +133,10 @@ def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> 
 def outcome_of(
     engine: EngineState, client: str, result: EpisodeResult, report: bytes, partners: Mapping[str, str]
 ) -> Outcome:
-    """Return the outcome that a report gives an open episode. `partners` are those named in the report. Raises
-    `Refused`."""
+    """Return the outcome that a report gives an open episode. `partners` are those named in the report.
+
+    Raises `Refused` if the episode cannot end in this way.
+    """
     if not engine.rolling:
         raise Refused(
             Code.WRONG_PHASE,
@@ -169,7 +172,7 @@ def outcome_of(
 
 
 def why_incomplete(episode: Episode) -> str:
-    """Return why a report cannot end an episode: it omits the episode's partners, or names the wrong ones."""
+    """Return why a report cannot end an episode: the report omits the episode's partners, or names the wrong ones."""
     if not episode.partners:
         return f"Episode {episode.id} is not part of a multi-model episode: end it on its own."
     others = " and ".join(episode.partners.values())
@@ -194,7 +197,7 @@ def _fitting(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, ...]]:
 
 
 def end(engine: EngineState, live: Live, message: End) -> Decisions:
-    """End episodes, all or none. Skip episodes that this same report has already ended."""
+    """End episodes, all or none. Skip episodes that this very report has already ended."""
     if not 1 <= len(message.results) <= EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"One request can end 1 to {EPISODES_PER_COMMAND_MAX} episodes.")
     if len({result.episode for result in message.results}) != len(message.results):
@@ -239,8 +242,8 @@ def aborted(  # noqa: PLR0913 - the parts of an event
     detail: str = "",
     failure: FailureKind | None = None,
 ) -> tuple[ev.EpisodeAborted, ...]:
-    """Return the events that abort episodes. Very many episodes are split over several events, so that each fits into a
-    message."""
+    """Return the events that abort episodes. A very large number of episodes is split over several events, so that each
+    event fits into a message."""
     return tuple(
         ev.EpisodeAborted(
             at_ns=live.now_ns,
@@ -256,7 +259,7 @@ def aborted(  # noqa: PLR0913 - the parts of an event
 
 
 def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
-    """Abort episodes. Skip those that are not open, because they have already ended."""
+    """Abort episodes. Skip episodes that have already ended."""
     if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"One request can abort at most {EPISODES_PER_COMMAND_MAX} episodes.")
     still_open = [engine.open[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.open]
@@ -299,7 +302,7 @@ def lookup(engine: EngineState, live: Live, message: Lookup) -> Decisions:
 
 
 def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
-    """Return the call as the log will note it, or None if it is from another run or already noted."""
+    """Return the call as the log will note it, or None if it is from another run or has already been noted."""
     call = message.call
     if message.run != engine.run:
         return None

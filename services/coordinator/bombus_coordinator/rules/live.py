@@ -18,8 +18,8 @@ ANSWERS_KEPT = 10_000
 CONFIRM_S = 5.0  # a grant is taken back unless its answer is confirmed within this time
 REPLICA_LAPSE_S = 10.0
 AWAY_NS = 5_000_000_000  # a gap between ticks longer than this means that there was no bus or no leader
-GATEWAY_AWAY_NS = 2_500_000_000  # gateways send touches every second; after this long without, none counts as alive
-CATCH_UP = 10  # one second in this many is skipped while the hive's time is ahead of the clock
+GATEWAY_AWAY_NS = 2_500_000_000  # gateways send touches every second; after this long without any, all count as gone
+CATCH_UP = 10  # while the hive's time is ahead of the clock, one second in this many is skipped
 
 
 def ns(seconds: float) -> int:
@@ -44,7 +44,7 @@ class Heard(msgspec.Struct, frozen=True):
 class Live(msgspec.Struct, kw_only=True):
     """The part of a leader's state that is not on the log.
 
-    `now_ns` is the hive's time: the server's clock, or later than that if the clock was set back.
+    `now_ns` is the hive's time: the server's clock, or a later time if the clock was set back.
     """
 
     now_ns: int = 0
@@ -68,7 +68,7 @@ class Live(msgspec.Struct, kw_only=True):
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): time of its last heartbeat
     trainers: dict[str, Heard] = {}  # each trainer's newest heartbeat, by engine
     session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was last heard from
-    unfilled: dict[str, tuple[int, ...]] = {}  # engine: the state of a queue of rollout groups that made no batch
+    unfilled: dict[str, tuple[int, ...]] = {}  # engine: the state of a queue of rollout groups that yielded no batch
     environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): when it was last heard from
     client_seen: dict[str, int] = {}  # client with episodes that sends touches: when last heard from
     gateways_ns: int = 0  # when any gateway was last heard from
@@ -109,7 +109,7 @@ class Live(msgspec.Struct, kw_only=True):
         self.client_seen = {each.client: self.client_seen.get(each.client, 0) for each in episodes if each.touches}
 
     def silent_since(self, at_ns: int) -> int:
-        """Return when the silence of a sender last heard from at `at_ns` began: never before this epoch.
+        """Return when the silence of a sender last heard from at `at_ns` began, which is never before this epoch.
 
         Messages from before the epoch may be unread or forgotten.
         """
@@ -118,7 +118,7 @@ class Live(msgspec.Struct, kw_only=True):
     def is_over(self, since_ns: int, limit_s: float) -> bool:
         """Return whether work that began at `since_ns` has used up its time limit.
 
-        Only time with a leader counts, and only up to the last tick.
+        Only time during which there was a leader counts, and only up to the last tick.
         """
         return self.led_ns(since_ns) >= ns(limit_s)
 
@@ -176,7 +176,7 @@ class Live(msgspec.Struct, kw_only=True):
         trim(self.answers, ANSWERS_KEPT)
 
     def remember_grant(self, claim: str, engine: EngineState) -> None:
-        """Remember a grant. `engine` takes it back unless it is confirmed."""
+        """Remember a grant. The engine takes it back unless it is confirmed."""
         self.unconfirmed[claim] = Unconfirmed(engine.name, self.seq, self.now_ns + ns(CONFIRM_S))
         self.granted[claim] = None
         trim(self.granted, ANSWERS_KEPT)
@@ -184,9 +184,9 @@ class Live(msgspec.Struct, kw_only=True):
     def arrived(self, seq: int, stamp_ns: int) -> None:
         """Record that the server stored the next message, at `stamp_ns` by its clock.
 
-        During a long time without ticks no activity can be seen (R5). So after one, or if the clock was set far ahead,
-        all silence is counted from zero again, as in a new epoch. If the clock is set back, the hive's time continues
-        at the clock's pace, but a tenth slower until the clock has caught up.
+        During a long time without ticks, no activity can be seen (R5). So after such a time, or if the clock was set
+        far ahead, all silence is counted from zero again, as in a new epoch. If the clock is set back, the hive's time
+        keeps advancing, but a tenth slower than the clock until the clock has caught up.
         """
         self.seq = seq
         passed_ns = stamp_ns - (self.now_ns if self.stamp_ns is None else self.stamp_ns)

@@ -1,4 +1,4 @@
-"""Record on the log how its compaction went, that the log lost its end, and for how long it had no leader."""
+"""Record on the log how its compaction went, whether it has lost its end, and for how long the hive had no leader."""
 
 from bombus.hive import events as ev
 from bombus.hive.inbox import CompactionTried, Tick

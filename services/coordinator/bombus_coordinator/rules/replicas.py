@@ -46,10 +46,10 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
 
 
 def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> bool:
-    """Return whether a replica was restarted and so no longer serves the weights that calls expect of it.
+    """Return whether a replica was restarted and so no longer serves the weights that calls expect it to serve.
 
-    Replicas in quarantine get no calls, and no replica does while the engine is offline. But a replica quarantined for
-    its answers is reported too, since it may answer correctly after a restart.
+    Replicas in quarantine get no calls, and no replica gets any while the engine is offline. But a restart is also
+    reported for a replica that was quarantined for its answers, since it may now answer correctly.
     """
     if message.version >= 0 or engine.phase == Phase.OFFLINE:
         return False
@@ -165,8 +165,8 @@ def _quarantine(engine: EngineState, live: Live, name: str, reason: str, answers
 
 
 def _late(engine: EngineState, live: Live) -> Iterator[str]:
-    """Yield the replicas that have not loaded the newest weights in time. While booting, none is late until another has
-    loaded them."""
+    """Yield the replicas that have not loaded the newest weights in time. During boot, no replica is late until another
+    has loaded them."""
     assert engine.weights is not None
     if engine.phase == Phase.BOOTING and not engine.loaded:
         return
@@ -180,7 +180,8 @@ def _sync_is_over(engine: EngineState, live: Live, since_ns: int) -> bool:
 
 
 def _none_is_left(engine: EngineState, live: Live) -> bool:
-    """Return whether every replica is quarantined. One that failed at an older version may still load the newest."""
+    """Return whether every replica is quarantined. A replica that failed at an older version may still load the
+    newest."""
     assert engine.weights is not None
     if engine.loaded or engine.usable:
         return False

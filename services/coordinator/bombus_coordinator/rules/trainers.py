@@ -1,7 +1,7 @@
 """Handle trainers' reports about a run, and end the epoch of a trainer that hangs or is silent for too long (R11).
 
-A trainer judges its own progress, by its own pace and clock. The coordinator judges only its silence, and does not
-count time without the bus or without a leader, when nothing could be received (R5).
+A trainer judges its own progress, by its own pace and clock. The coordinator judges only the trainer's silence, and
+does not count time without the bus or without a leader, when nothing could be received (R5).
 """
 
 from bombus.hive import events as ev
@@ -23,7 +23,7 @@ from bombus_coordinator.rules.live import Heard, Live, ns
 
 DOING_CHARS_MAX = 200
 TRAINERS_LOST_MAX = 20  # generous: a hive whose processes are killed at random may lose a dozen in one step
-UNSAID_PATIENCE_S = 86_400.0  # patience for a trainer that names none, so that nothing waits forever
+UNSAID_PATIENCE_S = 86_400.0  # patience for a trainer that specified none, so that nothing waits forever
 
 
 def _is_current(engine: EngineState, message: TrainerAlive | TrainerHangs) -> bool:
@@ -43,10 +43,11 @@ def hangs(engine: EngineState, live: Live, message: TrainerHangs) -> Decisions:
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """End the epoch of a trainer that has been silent for longer than the patience that it named when it opened.
+    """End the epoch of a trainer that has been silent for longer than the patience that it specified when it opened its
+    epoch.
 
-    A trainer that named no patience may not send heartbeats. So its work counts as a sign of life too, and its silence
-    counts only while work waits for it.
+    A trainer that specified no patience may not send heartbeats. So its work counts as a sign of life too, and its
+    silence counts only while work waits for it.
     """
     if engine.phase == Phase.OFFLINE or not engine.trainer:
         return
@@ -76,8 +77,8 @@ def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: 
     """End the trainer's epoch. If the run waits for the trainer, this is a failure, and several in a row suspend the
     run.
 
-    If the trainer has begun an operation, the failure counts against that operation, which fails after several. If it
-    is rebuilding a model, the failure counts against the model.
+    If the trainer has begun an operation, the failure counts against that operation, which fails after several such
+    failures. If the trainer is rebuilding a model, the failure counts against the model.
     """
     live.trainers.pop(engine.name, None)
     is_runs = engine.owes_weights and not engine.waits_for_operator
@@ -193,7 +194,7 @@ def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions
 
 
 def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.TrainerStalled, reason: str) -> Decisions:
-    """Record a trainer's failure. If it counts, and makes too many in a row, suspend the run for `reason`."""
+    """Record a trainer's failure. If it counts and is one too many in a row, suspend the run for `reason`."""
     is_counted = failed.failures > engine.step_failures
     if is_counted and failed.failures >= engine.collection.max_step_failures:
         yield from suspend(engine, live, reason, before=(failed,))
@@ -204,7 +205,7 @@ def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.Tra
 def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
     """Make saved weights a policy version if their step is on the log, or if the run begins with them.
 
-    An operations run has only weights to begin with, and does not have to wait for them.
+    An operations run has only the weights that it begins with, and does not have to wait for them.
     """
     if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
         return

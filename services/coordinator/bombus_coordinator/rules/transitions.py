@@ -75,7 +75,7 @@ def _rolling_asynchronously(engine: EngineState, live: Live) -> Decisions:
 def _is_held(engine: EngineState, live: Live) -> bool:
     """Return whether a complete batch waits for open episodes that would be too old for the next batch.
 
-    As in a synchronous run, it waits at most `drain_s`.
+    As in a synchronous run, the batch waits at most `drain_s`.
     """
     return bool(last_chances(engine)) and not live.is_over(held_since_ns(engine), engine.collection.drain_s)
 
@@ -101,7 +101,7 @@ def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
 def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
     """Drop an operations run's untaken episodes that have expired or exceed the pool's limits.
 
-    The pool is in order of completion.
+    The pool is ordered by completion.
     """
     limit_ns = live.now_ns - ns(engine.collection.operations.episodes_s)
     late = [each.episode for each in takewhile(lambda each: each.ended_ns <= limit_ns, engine.pool.values())]
@@ -142,8 +142,8 @@ def _excess(engine: EngineState, late: int) -> list[str]:
 def dropped(
     engine: EngineState, live: Live, reason: DropReason, episodes: Sequence[str]
 ) -> tuple[ev.GroupDropped, ...]:
-    """Return the events that drop episodes. Very many episodes are split over several events, so that each fits into a
-    message."""
+    """Return the events that drop episodes. A very large number of episodes is split over several events, so that each
+    event fits into a message."""
     return tuple(
         ev.GroupDropped(
             at_ns=live.now_ns,
@@ -215,10 +215,10 @@ def _drop_stale(engine: EngineState, live: Live) -> Decisions:
 
 
 def _drop_incomplete(engine: EngineState, live: Live) -> Decisions:
-    """Drop ended episodes that are too old to wait for others of their task.
+    """Drop ended episodes that are too old to wait for other episodes of their task.
 
-    A complete task waits only for the leader to make a group of it, once there is room. An incomplete task waits for an
-    open episode that may complete it, if that was claimed before the task's episodes ended.
+    A complete task waits only for the leader to make a group from it, once there is room. An incomplete task waits for
+    an open episode that may complete it, if that episode was claimed before the task's episodes ended.
     """
     bound = engine.version - engine.collection.max_carry_staleness
     stale = [
@@ -254,7 +254,7 @@ def settle(engine: EngineState, live: Live) -> Decisions:
     """Make the transitions that are due, one after another, until none is left. A suspended run makes none.
 
     Each transition is one event and can be derived again from the fold, so the next leader makes any that a crash
-    prevented. So no transition needs an atomic batch, which would cost the server a disk sync.
+    prevented. No transition therefore needs an atomic batch, which would cost the server a disk sync.
     """
     yield from look_after(engine, live)
     while (rule := _SETTLE.get(engine.phase)) is not None and not engine.suspended:

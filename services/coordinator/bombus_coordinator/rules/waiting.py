@@ -1,4 +1,5 @@
-"""The claims that wait for room in one or several engines: which claim is next, and whose wait is over (R13).
+"""The claims that wait for room in one or several engines: which claim is next, and which have waited long enough
+(R13).
 
 Every command looks for the next claim, and ten thousand may be waiting, so nothing here scans them all.
 """
@@ -57,14 +58,14 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 
 class Held(NamedTuple):
-    """The open episodes of a share: on all engines of a queue, and on the engine where it has the most."""
+    """The numbers of a share's open episodes: on all engines of a queue, and on the engine where it has the most."""
 
     total: int = 0
     most: int = 0
 
 
 class Place(NamedTuple):
-    """A claim's place among others: the smallest is next."""
+    """A claim's place among other claims. The claim with the smallest place is next."""
 
     open_episodes: int
     first_asked_ns: int
@@ -74,8 +75,9 @@ class Place(NamedTuple):
 class _Line:
     """The waiting claims for one type of episode, ordered by (open episodes of the share, first request, claim id).
 
-    Within a share, claims are ordered by the last two, and only the share's first claim is placed among those of other
-    shares. When the share's open episodes change, only that place changes. A share at its limit has no place.
+    Within a share, claims are ordered by first request and claim id, and only the share's first claim is placed among
+    those of other shares. When the number of the share's open episodes changes, only that place changes. A share at its
+    limit has no place.
     """
 
     def __init__(self, waiting: Mapping[str, Waiting]) -> None:
@@ -162,11 +164,11 @@ class Queue:
         return Place(self.held_by(waiting.share).total, waiting.first_asked_ns, waiting.claim.claim)
 
     def add(self, claim: Claim, now_ns: int, until_ns: int, elsewhere: int = 0) -> None:
-        """Let a claim wait until `until_ns`. Raises `Refused` if too many claims wait.
+        """Have a claim wait until `until_ns`. Raises `Refused` if too many claims wait.
 
         A claim that already waits keeps waiting until the later of the two times. If the new time is now, its wait
-        ends; this is how an interrupted client gives up. `elsewhere` is the number of claims of its share that wait for
-        the same engine in other queues.
+        ends; this is how an interrupted client gives up. `elsewhere` is the number of claims in the same share that
+        wait for the same engine in other queues.
         """
         waiting = self._waiting.get(claim.claim)
         if waiting is not None:
@@ -208,8 +210,8 @@ class Queue:
         self._ends.remove((waiting.until_ns, claim.claim))
 
     def first(self, kind: EpisodeType | None = None) -> Waiting | None:
-        """Return the claim whose share has the fewest open episodes, or the oldest of several. Only consider `kind`, if
-        given."""
+        """Return the claim whose share has the fewest open episodes; if several have, the oldest. If `kind` is given,
+        consider only claims of that type."""
         if not self._waiting:
             return None
         lines = self._lines.values() if kind is None else (self._lines[kind],)
@@ -231,7 +233,8 @@ class Queue:
 
 
 def why_paced(engine: EngineState, claim: Claim) -> str:
-    """Return why a training episode has to wait for training. "" if it need not, and always for evaluation (R14)."""
+    """Return why a training episode has to wait for training, or "" if it need not. For evaluation, always return ""
+    (R14)."""
     if claim.type == EpisodeType.EVAL:
         return ""
     found = pace(engine, claim.count, claim.task_hint)

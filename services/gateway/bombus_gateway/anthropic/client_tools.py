@@ -1,4 +1,4 @@
-"""Data: the tools of Anthropic's API that run at the client and whose schemas are built into Anthropic's models.
+"""Data: the tools in Anthropic's API that the client runs and whose schemas are built into Anthropic's models.
 
 Other models are given a function with the schema. The date at the end of a tool's type is its version.
 """

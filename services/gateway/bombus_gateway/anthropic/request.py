@@ -48,9 +48,9 @@ _Unused = Any  # type of known fields whose value does not matter
 class MessagesRequest(NamedTuple):
     """A request to either route: its neutral part, and the fields needed for the response and for `marks_of`.
 
-    `server_tools` are the types of tools that Anthropic's servers run. `answer` contains the field names if the answer
-    must be JSON with these fields, and is None if it may be any text. `prefix` is the beginning of the body, which need
-    not be read again for the conversation's next request.
+    `server_tools` are the types of tools that Anthropic's servers run. If the answer must be JSON with certain fields,
+    `answer` contains their names; it is None if the answer may be any text. `prefix` is the beginning of the body,
+    which need not be read again for the conversation's next request.
     """
 
     completion: CompletionRequest
@@ -138,7 +138,8 @@ class _Placed(NamedTuple):
 
 
 class _Offered(NamedTuple):
-    """A tool, and the function that the model may call, which is None for a tool of Anthropic's servers."""
+    """A tool, and the function that the model may call. The function is None for a tool that Anthropic's servers
+    run."""
 
     tool: _Tool
     function: dict[str, Any] | None
@@ -147,9 +148,9 @@ class _Offered(NamedTuple):
 class _Turns(NamedTuple):
     """The messages of a request, with consecutive messages of the same role merged into one turn.
 
-    `leading` are the blocks of the system messages that come before all others and extend the body's own `system`; None
-    if there are no such messages. `role` and `blocks` belong to the last turn, which later messages may extend.
-    `referenced` are the names of the tools that blocks refer to.
+    `leading` contains the blocks of the system messages that come before all others and extend the body's own `system`;
+    it is None if there are no such messages. `role` and `blocks` belong to the last turn, which later messages may
+    extend. `referenced` contains the names of the tools that blocks refer to.
     """
 
     leading: Sequence[_Placed] | None = None
@@ -169,7 +170,8 @@ _offered = msgspec.json.Decoder(list[_Tool] | None)
 def read_messages(body: bytes, before: BodyPrefix = NOTHING_READ) -> MessagesRequest:
     """Decode the body of `POST /v1/messages` or `/v1/messages/count_tokens`.
 
-    `before` is the beginning of the body, which was read earlier. Raises `Refused`.
+    `before` is the beginning of the body, which was read earlier. Raises `Refused` for a body that is not a valid
+    request.
     """
     found, unknown, turns, prefix = _read_body(body, before)
     unsupported = [*_beyond_messages(found, turns.role), *unknown]
@@ -256,8 +258,8 @@ def _forms_of_answer(found: MessagesBody) -> Iterator[Asked]:
 
 
 def _takes_away(management: dict[str, Any] | None) -> bool:
-    """Return whether the server is asked to remove parts of the conversation. Claude Code sends an edit that keeps all
-    of it."""
+    """Return whether the request wants the server to remove parts of the conversation. Claude Code sends an edit that
+    keeps all of it."""
     edits = (management or {}).get("edits")
     if not isinstance(edits, list):
         return bool(management)
@@ -415,7 +417,8 @@ def _arguments(given: msgspec.Raw, place: str) -> str:
 
 
 def _what_was_sampled(text: str) -> str:
-    """Return the arguments that the gateway wrapped because they were not an object. Return other text unchanged."""
+    """Return the sampled arguments that the gateway wrapped because they were not an object. Return other text
+    unchanged."""
     try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -424,7 +427,7 @@ def _what_was_sampled(text: str) -> str:
 
 
 def _results_and_text(role: str, blocks: Sequence[_Placed], left_out: list[Unsupported]) -> Iterator[ChatMessage]:
-    """Yield the tool results of the turn in order, and then its text."""
+    """Yield a turn's tool results in order, and then its text."""
     results = [each for each in blocks if each.block.type == "tool_result"]
     for each in results:
         yield _tool_result(each, left_out)
@@ -477,7 +480,7 @@ def _text_of(block: _Block) -> str | None:
 
 
 def _text_of_source(source: Any) -> str | None:
-    """Return the text of a document that consists only of plain text or text blocks, or None."""
+    """Return the text of a document, or None unless the document consists only of plain text or text blocks."""
     if not isinstance(source, dict):
         return None
     data = source.get("data") if source.get("type") == "text" else None
@@ -489,5 +492,5 @@ def _text_of_source(source: Any) -> str | None:
 
 
 def _titled(text: str | None, *titles: Any) -> str | None:
-    """Return a text with its titles above it."""
+    """Return a text with the given titles above it."""
     return None if text is None else "\n".join([*(title for title in titles if isinstance(title, str)), text])

@@ -31,7 +31,7 @@ _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 def error_body(error: Refused) -> bytes:
-    """Return an error's body in Anthropic's form."""
+    """Return an error's body in Anthropic's format."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     why = error.why
     if isinstance(error, PromptTooLong):
@@ -122,7 +122,8 @@ class MessagesEncoder:
             yield {**_tool_use(call), "input": msgspec.Raw(_input(call))}
 
     def _piece(self, part: TextDelta | ReasoningDelta) -> Iterator[bytes]:
-        """Yield the events for a piece of text. It begins a block, unless a block of the same kind is open."""
+        """Yield the events for a piece of text. The text begins a new block, unless a block of the same kind is
+        open."""
         thinking = isinstance(part, ReasoningDelta)
         if self._open is not type(part):
             yield from self._close()

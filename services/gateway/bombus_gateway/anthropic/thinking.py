@@ -1,4 +1,4 @@
-"""The thinking options in requests of Anthropic's Messages API. Pure."""
+"""The thinking options in requests to Anthropic's Messages API. Pure."""
 
 from typing import Any
 

@@ -35,7 +35,8 @@ class StatusAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushAnswer(msgspec.Struct, frozen=True):
-    """The outcome for one group: whether it is held until its environment has enough sequences, and how many are."""
+    """The outcome for one group: whether the group is held until its environment has enough sequences, and how many are
+    held."""
 
     is_buffered: bool = False
     held: int = 0  # sequences held for that environment
@@ -56,7 +57,7 @@ def write_wandb_info(group: str | None = None, project: str | None = None) -> by
 
 
 def write_info(batch_size: int = -1, max_token_len: int = -1) -> bytes:
-    """Return the answer to `/info`. -1 stands for a value that no trainer has given yet."""
+    """Return the answer to `/info`. A value that no trainer has given yet is -1."""
     return _encode({"batch_size": batch_size, "max_token_len": max_token_len})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
 
-# isal's zlib takes a third of the time that Python's zlib takes, and has the same API.
+# isal's zlib takes a third of the time that Python's zlib needs, and has the same API.
 zlib: Any = importlib.import_module("isal.isal_zlib" if importlib.util.find_spec("isal") else "zlib")
 COMPRESSED_FROM = 1000  # smallest answer that is compressed, in bytes
 _LEVEL = 1  # the text is mostly digits, for which higher levels take several times as long
@@ -25,7 +25,7 @@ def inflated(encoding: str, body: bytes, bytes_max: int = limits.TRAJECTORY_BODY
     """Return a decompressed body, decompressing no more than `bytes_max`.
 
     Raises `Refused`: UNSUPPORTED for an encoding other than gzip, MALFORMED unless the whole body is gzip, and
-    TOO_LARGE.
+    TOO_LARGE if there is more than `bytes_max`.
     """
     named = encoding.strip().lower()
     if named in ("", "identity"):

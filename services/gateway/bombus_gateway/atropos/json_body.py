@@ -20,11 +20,12 @@ _mark = re.compile(rb'[\[\]{}"]')  # a bracket or the start of a string
 _text = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _colon = re.compile(rb"\s*:")
 _CHUNK_BYTES = 1 << 20
-MARKS_MAX = 1 << 18  # marks to scan at most when locating a number; takes a quarter of a second
+MARKS_MAX = 1 << 18  # maximum number of marks scanned to locate a number; takes a quarter of a second
 
 
 def decode_at(decoder: msgspec.json.Decoder[_BodyT], body: bytes, place: str = "") -> _BodyT:
-    """Decode a body, or the part of a body that is at `place`. Raises `UnfitBody`.
+    """Decode a body, or the part of a body that is at `place`. Raises `UnfitBody` if it does not fit the decoder's
+    type.
 
     Python's `json` module writes NaN and infinities, which are not JSON. The refusal says where such a number is.
     """

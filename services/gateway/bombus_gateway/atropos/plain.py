@@ -1,7 +1,7 @@
-"""Read the arrays of groups with simdjson, which packs numbers without creating a Python object for each one.
+"""Read the arrays of groups with simdjson, which packs numbers without creating a Python object for each number.
 
 This fast path reads the common form: rows of integers, and rows of numbers. Anything else, including every error, is
-left to `scored_data`, which says where an error is. If simdjson is not installed, this path is not used.
+left to `scored_data`, which reports where an error is. If simdjson is not installed, this path is not used.
 """
 
 import importlib
@@ -46,7 +46,8 @@ class _NotPlain(Exception):
 
 
 def read_plain(body: bytes) -> PlainGroup | None:
-    """Return the arrays of a group, or None to leave it to the slower reader. The caller must rule out nested lists."""
+    """Return the arrays of a group, or None to leave the body to the slower reader. The caller must rule out nested
+    lists."""
     if _simdjson is None or len(body) > PLAIN_BYTES or not body.startswith(b"{"):
         return None
     try:

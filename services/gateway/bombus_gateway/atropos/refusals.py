@@ -1,4 +1,5 @@
-"""Write refusals in the form that Atropos's clients expect: FastAPI's form for a body that does not match its model."""
+"""Write refusals in the form that Atropos's clients expect: the one that FastAPI uses if a body does not match its
+model."""
 
 import re
 
@@ -45,5 +46,5 @@ def write_batch_refusal(refusal: Refused) -> tuple[int, bytes]:
 
 
 def place_in(place: str) -> list[str | int]:
-    """Return the steps to a place: `[2].tokens[0]` is 2, tokens, 0."""
+    """Return the steps that lead to a place: for `[2].tokens[0]`, they are 2, tokens and 0."""
     return [int(index) if index else limits.in_short(name) for index, name in _steps.findall(place)]

@@ -36,7 +36,7 @@ class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
 class EnvironmentRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment sends to `/register-env`.
 
-    `min_batch_allocation` is the smallest share of each batch that it asks for, from 0 to 1.
+    `min_batch_allocation` is the smallest share of each batch that the environment asks for, from 0 to 1.
     """
 
     max_token_length: _Whole
@@ -76,7 +76,8 @@ def read_environment_id(body: bytes, query: str | None = None) -> int:
 
 
 def read_after(query: str | None) -> int | None:
-    """Return the number of the last batch that a trainer has, or None if it does not say. Raises `UnfitBody`."""
+    """Return the number of the last batch that a trainer has, or None if the query does not say. Raises `UnfitBody` for
+    an invalid number."""
     return None if query is None else _number("after", query, "the last batch that you have, or 0")
 
 

@@ -128,7 +128,7 @@ def record_of(group: RolloutGroup) -> bytes:
 
 
 class _Rows(Generic[_RowT]):
-    """The rows of an array. Each is decoded when it is iterated over. Raises `UnfitBody`."""
+    """The rows of an array. Each row is decoded during iteration, which raises `UnfitBody` for an invalid row."""
 
     def __init__(self, text: msgspec.Raw, decoder: "msgspec.json.Decoder[_RowT]", place: str) -> None:
         self._rows = decode_at(_lists, bytes(text), place)
@@ -173,7 +173,8 @@ def _group(body: bytes, place: str) -> RolloutGroup:
 
 
 def _plain(body: bytes, place: str) -> RolloutGroup | None:
-    """Return a group, or None if the fast reader cannot read it. Raises `UnfitBody` for errors outside its arrays."""
+    """Return a group, or None if the fast reader cannot read it. Raises `UnfitBody` for errors outside the group's
+    arrays."""
     arrays = read_plain(body)
     if arrays is None:
         return None
@@ -266,7 +267,8 @@ def _beside(rows: _Floats | None, lengths: Sequence[int], place: str) -> PackedF
 def _advantages(rows: _Floats | None, lengths: Sequence[int], place: str) -> tuple[PackedFloats | None, bytes]:
     """Return advantages, and the lengths of their rows if these differ from the lengths of the sequences.
 
-    They may differ because some of Atropos's environments send one advantage per turn, for trainers that expect that.
+    They may differ because some of Atropos's environments send one advantage per turn, for trainers that expect this
+    form.
     """
     if rows is None:
         return None, b""

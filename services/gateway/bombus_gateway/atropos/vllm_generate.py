@@ -45,8 +45,8 @@ class VllmRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ScoredPrompt(msgspec.Struct, frozen=True):
     """The text of a prompt and, if requested, the logprobs of its tokens and the likeliest tokens at each position.
 
-    `logprobs` (float32) and `top` have an entry for each token. Tokens that were not scored have NaN and padding. A
-    prompt of one token has no scores.
+    `logprobs` (float32) and `top` have an entry for each token. The entries of tokens that were not scored are NaN and
+    padding. A prompt of one token has no scores.
     """
 
     text: str
@@ -68,7 +68,7 @@ class _Generate(DrawingParams, forbid_unknown_fields=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     min_tokens: int = 0
-    # These change how an answer is written, but not the samples.
+    # These fields change how an answer is written, but not the samples.
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -85,7 +85,7 @@ def is_vllm(names: Iterable[str]) -> bool:
 
 
 def read_vllm(body: bytes) -> VllmRequest:
-    """Read a `/generate` in vLLM's form. Raises `Refused`."""
+    """Read a request to `/generate` in vLLM's form. Raises `Refused` for a body that is not a valid request."""
     given = decode_at(_generates, body)
     if given.min_tokens > 0:
         raise Refused(Code.UNSUPPORTED, "min_tokens is not offered here: leave it out.")
@@ -144,7 +144,8 @@ def shown_text(request: VllmRequest, sample: SampledTokens, text: str, tokenizer
 def write_vllm(
     request: VllmRequest, samples: Sequence[SampledTokens], texts: Sequence[str], prompt: ScoredPrompt
 ) -> bytes:
-    """Return samples with their texts. `request.asked` must contain the prompt's tokens, even if it was given as text.
+    """Return samples with their texts. `request.asked` must contain the prompt's tokens, even if the prompt was given
+    as text.
 
     Raises `ValueError` in the same cases as `checked_finish`.
     """
@@ -173,8 +174,8 @@ def _sampled(sample: SampledTokens) -> list[_Logprobs]:
 
 
 def _in_place(token: int, logprob: float, top: Sequence[tuple[int, float]]) -> _Logprobs:
-    """Return the logprobs at one position: first the logprob of the token itself, as clients expect, then those of
-    others."""
+    """Return the logprobs at one position: first the logprob of the token itself, as clients expect, then those of the
+    alternatives."""
     return {token: logprob} | {other: of_other for other, of_other in top if other != token}
 
 

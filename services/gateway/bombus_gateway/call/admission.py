@@ -1,4 +1,4 @@
-"""Checks that a call may be made: its episode is open, the log has room, and the job allows what it asks for."""
+"""Checks that a call may be made: its episode is open, the log has room, and the job allows what the call requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,24 +49,24 @@ class Admitted:
 
     @property
     def recorded(self) -> Sequence[CallRef]:
-        """The episode's calls on the log, as far as this gateway has followed it."""
+        """The episode's calls on the log, as far as this gateway has followed the log."""
         episode = self.engine.open.get(self.episode)
         return [call.ref for call in episode.calls] if episode is not None else ()
 
     @property
     def tokens_max(self) -> int:
-        """The longest sequence that the job and its model allow."""
+        """The length of the longest sequence that the job and its model allow, in tokens."""
         return min(self.job.rollout.max_model_len, self.model.context_tokens)
 
     @property
     def characters_max(self) -> int:
-        """The most characters that a prompt may have. A body of no more bytes than this need not have its characters
+        """The maximum number of characters in a prompt. In a body with no more bytes than this, characters need not be
         counted."""
         return CHARACTERS_FOR_A_TOKEN * self.tokens_max
 
     def check_characters(self, request: CompletionRequest) -> None:
-        """Raise `InvalidField` PROMPT_TOO_LONG if there is more text than the model's context can hold. Call it before
-        encoding.
+        """Raise `InvalidField` PROMPT_TOO_LONG if there is more text than the model's context can hold. Call this
+        before encoding the text.
 
         Tools are counted as JSON, because templates write them that way.
         """
@@ -100,7 +100,7 @@ class Admission:
         return _is_over(self._follower.hive.engine(engine), run, episode)
 
     async def admit(self, request: CallRequest) -> tuple[CallRequest, Admitted]:
-        """Return the request with its thinking settled by the job, and the state that the call needs.
+        """Return the request with its thinking options settled according to the job, and the state that the call needs.
 
         Raises `Refused` unless the call may be made now.
         """
@@ -136,8 +136,9 @@ class Admission:
 def _with_thinking(request: CallRequest, job: RunConfig, model: TextModel) -> CallRequest:
     """Return the request with its `thinking` translated into variables of the chat template. Pure.
 
-    Variables that the request sets itself are kept. If the job does not let requests set any, the job's variables are
-    kept. A thinking option that has no variable, or that contradicts a kept variable, is added to `unsupported`.
+    Variables that the request itself sets are kept. If the job does not allow requests to set variables, the job's
+    variables are kept. A thinking option that has no variable, or that contradicts a kept variable, is added to
+    `unsupported`.
     """
     completion = request.completion
     if completion.thinking is None:
@@ -181,7 +182,7 @@ def _is_over(engine: EngineState, run: int, episode: str) -> bool:
 
 
 def check_variables(request: CompletionRequest, job: RunConfig) -> None:
-    """Raise `InvalidField` if the request sets chat template variables, unless the job allows it."""
+    """Raise `InvalidField` if the request sets chat template variables and the job does not allow it."""
     if request.chat_template_kwargs and not job.rollout.allow_chat_template_kwargs:
         raise InvalidField(
             Code.UNSUPPORTED,

@@ -9,7 +9,7 @@ from bombus.hive.records import FinishReason
 from bombus_gateway.call.replica_client import ReplicaGone
 
 LOGPROB_MAX = 1e-3  # rounding makes the logprob of a certain token slightly positive
-VERSIONS_AHEAD = 1  # a replica may learn of new weights before this gateway does
+VERSIONS_AHEAD = 1  # a replica may learn about new weights before this gateway does
 ID_BYTES = 4  # size of a token id, and of a logprob
 REASONS = (FinishReason.STOP, FinishReason.LENGTH)
 ENDED = -1
@@ -33,7 +33,7 @@ class AnswerCheck:
         self._request = request
         self._vocabulary = vocabulary
         self._newest = newest
-        self._sampled = [0] * request.n  # number of tokens of each choice; `ENDED` after its end
+        self._sampled = [0] * request.n  # number of tokens in each choice so far; `ENDED` once the choice has ended
         self._unscored = len(request.prompt) // ID_BYTES if request.prompt_logprobs else 0
 
     def __call__(self, frame: Frame) -> None:
@@ -103,7 +103,7 @@ class AnswerCheck:
         if len(tokens) != len(logprobs) or len(tokens) % ID_BYTES:
             raise self._wrong(f"{len(logprobs) / ID_BYTES:g} logprobs for {len(tokens) / ID_BYTES:g} tokens")
         if tokens:
-            if max(array("I", tokens)) >= self._vocabulary:  # read as unsigned, negative ids are large
+            if max(array("I", tokens)) >= self._vocabulary:  # read as unsigned, negative ids become large
                 self._check_ids(array("i", tokens))
             self._check_logprobs(array("f", logprobs), sampled=True)
 

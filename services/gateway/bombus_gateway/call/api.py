@@ -86,7 +86,7 @@ class Dialect(ErrorEncoder, Protocol):
     def name(self) -> bytes: ...
 
     def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
-        """Read a request whose body begins with the prefix `before`. Raises `Refused` if it is malformed.
+        """Read a request whose body begins with the prefix `before`. Raises `Refused` if the request is malformed.
 
         Raises `AnotherList` if the body has to be read without the prefix. A dialect whose bodies are not conversations
         is never given a prefix.
@@ -136,7 +136,8 @@ class _CallRoute:
                 call.sent()
 
     async def _recorded(self, request: CallRequest, response: Responder) -> RecordedAnswer | None:
-        """Return the recorded answer to a retry, or None. This may wait for an earlier attempt to end."""
+        """Return the recorded answer to a retry, or None if there is none. This may wait for an earlier attempt to
+        end."""
         if not request.retry:
             return None
 
@@ -149,7 +150,8 @@ class _CallRoute:
     async def read(
         self, headers: HeaderMap, receive: Receive
     ) -> tuple[CallRequest, Callable[[AnswerHead], ResponseEncoder]]:
-        """Return a request whose episode key is valid, and a factory for its answer's encoder. Raises `Refused`."""
+        """Return a request whose episode key is valid, and a factory for its answer's encoder. Raises `Refused` for any
+        other request."""
         received_ns = time.time_ns()
         self._calls.check_ready()
         claims = self._guard.verify(episode_key(headers), received_ns)
@@ -183,8 +185,8 @@ class _CallRoute:
     async def _decoded(
         self, claims: KeyClaims, headers: HeaderMap, body: bytes, before: EarlierBody
     ) -> tuple[ParsedRequest, bytes, EarlierBody]:
-        """Return a body's request, its digest, and the entry to keep for the next body. A large body is read in a
-        thread."""
+        """Return the request in a body, the body's digest, and the entry to keep for the next body. A large body is
+        read in a thread."""
 
         def work() -> tuple[ParsedRequest, bytes, EarlierBody]:
             parsed = self._dialect.read(body, headers, before.prefix)
@@ -204,7 +206,8 @@ def _named_role(headers: HeaderMap) -> str:
 
 
 def _within_total(request: CompletionRequest, headers: HeaderMap) -> CompletionRequest:
-    """Return the request with the client's limit on prompt and answer together. An invalid number is ignored."""
+    """Return the request with the client's limit on prompt and answer together, if the headers set one. An invalid
+    number is ignored."""
     total = headers.get(b"x-bombus-total-tokens", b"")
     if not (total.isdigit() and len(total) <= limits.TOTAL_TOKENS_DIGITS):
         return request
@@ -256,7 +259,7 @@ class _Answer:
         await self._send(closing + encoder.end(call.usage), more=False)
 
     async def replay(self, recorded: RecordedAnswer, stream: bool) -> None:
-        """Send the recorded answer in the form that this request asks for: complete, or as a stream."""
+        """Send the recorded answer in the form that this request wants: complete, or as a stream."""
         encoder = self._encoder
         if not stream:
             write = partial(encoder.whole, recorded.completions, recorded.usage)
@@ -296,7 +299,7 @@ class _Answer:
 
 
 class _Beats:
-    """Calls `beat` repeatedly while the block runs, for the first time `BEAT_S` after the block began.
+    """Calls `beat` repeatedly while the block runs, starting `BEAT_S` after the block began.
 
     `beat` returns the seconds until its next call, or None for `BEAT_S`. Nearly all blocks end before the first call,
     so no task is created until then.

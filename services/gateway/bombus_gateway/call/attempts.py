@@ -2,7 +2,8 @@
 
 Sub-agents send equal requests, so the bytes alone do not show which request is being retried. The retry's number helps:
 attempt number k repeats an attempt with a smaller number, and each attempt is repeated only once. If several attempts
-still match, `RequestAttempt.rank` decides, and the retry may get the answer to another agent's equal request.
+still match, `RequestAttempt.rank` determines which is chosen, and the retry may get the answer to another agent's equal
+request.
 """
 
 import asyncio
@@ -19,7 +20,8 @@ ATTEMPTS_MAX = 32  # per request; attempts in progress are kept even beyond that
 
 
 class RequestAttempt(msgspec.Struct, eq=False):
-    """One attempt of a request, with the client's `retry` number. `sent` is true once its whole answer was sent."""
+    """One attempt at a request, with the client's `retry` number. `sent` is true once the attempt's whole answer has
+    been sent."""
 
     retry: int
     ended: asyncio.Event
@@ -48,7 +50,7 @@ class RequestAttempts:
         self._of: dict[tuple[str, bytes], list[RequestAttempt]] = {}
 
     def begin(self, request: CallRequest) -> RequestAttempt:
-        """Remember an attempt. It is in progress until its `ended` is set."""
+        """Remember an attempt. The attempt is in progress until its `ended` is set."""
         return self._add(request, RequestAttempt(request.retry, asyncio.Event()))
 
     def repeated(self, request: CallRequest, is_continued: Callable[[CallRef], bool]) -> RequestAttempt | None:

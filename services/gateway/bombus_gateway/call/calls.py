@@ -1,4 +1,5 @@
-"""A model call from its request to its record: where it is generated, and how it reaches the log (R9, R10)."""
+"""A model call from its request to its record: where the answer is generated, and how the call reaches the log (R9,
+R10)."""
 
 import asyncio
 import logging
@@ -56,8 +57,8 @@ from bombus_gateway.text.rendering import TextModel
 
 log = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 200  # approximate bytes of a record in its stream besides its body: subject, headers, position
-UNACKNOWLEDGED_MAX = 900  # maximum number of calls that wait for their request to be retried
+MESSAGE_BYTES = 200  # approximate bytes that a record takes in its stream besides its body: subject, headers, position
+UNACKNOWLEDGED_MAX = 900  # maximum number of calls that wait for a retry of their request
 
 
 class HungUp(BombusError):
@@ -87,7 +88,7 @@ class AnswerHead:
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """The answer to an earlier attempt of a request. `deltas` contains the deltas of each completion, in order."""
+    """The answer to an earlier attempt at a request. `deltas` contains the deltas of each completion, in order."""
 
     attempt: RequestAttempt
     head: AnswerHead
@@ -128,18 +129,21 @@ class Calls:
     async def open(self, request: CallRequest) -> AsyncIterator["Call"]:
         """Admit and plan a call, and keep it open for the block, which reads its `deltas` and then `record`s it.
 
-        A call that breaks off in the block is recorded as cut off: because its client hung up (`HungUp`), its replica
-        is gone (`ReplicaGone`), or it took longer than the limit. Raises `Refused`.
+        A call is recorded as cut off if it fails in the block because its client hung up (`HungUp`), because its
+        replica is gone (`ReplicaGone`), or because it took longer than the limit. Raises `Refused` if the call may not
+        be made.
         """
         attempt = self.attempts.begin(request)
         try:
             request, admitted = await self.admission.admit(request)
-            # Keep a reference until the call is closed, so that the episode's next request finds what this call adds.
+            # Keep a reference until the call is closed, so that the episode's next request finds what this call has
+            # added.
             conversation = self.histories.conversation(request.claims)
             self._check_episode_bytes(conversation, request.claims.episode)
             request = await self.earlier.continued(request)
             plan = await plan_call(request, admitted, conversation, self.histories, self.workers)
-            # There must be no await after the plan: creating the call marks the answer that it continues as continued.
+            # There must be no await after planning: creating the call marks the answer that the call continues as
+            # continued.
             call = Call(self, request, plan, admitted.engine, attempt, admitted.sampler)
             try:
                 async with asyncio.timeout(self.settings.call_timeout_s):
@@ -160,13 +164,14 @@ class Calls:
             attempt.ended.set()
 
     async def prompt_tokens(self, request: CallRequest) -> int:
-        """Return how many tokens a call's prompt would have. Nothing is sampled or recorded. Raises `Refused`."""
+        """Return how many tokens a call's prompt would have. Nothing is sampled or recorded. Raises `Refused` if the
+        call may not be made."""
         request, admitted = await self.admission.admit(request)
         prompt = await plan_prompt(request, admitted, self.histories, self.workers)
         return prompt.count
 
     def _check_episode_bytes(self, conversation: Conversation, episode: str) -> None:
-        """Raise `Refused` TOO_LARGE if an episode's calls have used up its room in the log."""
+        """Raise `Refused` TOO_LARGE if an episode's calls have used up the episode's room in the log."""
         stored, limit = conversation.stored_bytes, self.settings.episode_mb_max << 20
         if stored >= limit:
             raise Refused(
@@ -181,7 +186,7 @@ class Calls:
             call.hang_up()
 
     async def recorded(self, request: CallRequest) -> RecordedAnswer | None:
-        """Return the answer recorded for an earlier attempt of a retried request, or None if there is none (R9)."""
+        """Return the answer recorded for an earlier attempt at a retried request, or None if there is none (R9)."""
         attempt = await self._answered(request) if request.retry else None
         if attempt is None or attempt.ref is None:
             return None
@@ -195,10 +200,12 @@ class Calls:
         return _replayed(request, attempt, record, prompt, model)
 
     async def _answered(self, request: CallRequest) -> RequestAttempt | None:
-        """Return the attempt that a retry repeats, with its answer. None if it has no answer, and has to be resampled.
+        """Return the attempt that a retry repeats, with its answer, or None if there is no answer and the call has to
+        be resampled.
 
         This waits for an attempt in progress, and notifies the coordinator of a stored call that was not acknowledged.
-        Attempts at other gateways are known only from the log: any answer that no call continues may belong to one.
+        Attempts at other gateways are known only from the log: any answer that no call continues may belong to such an
+        attempt.
         """
         conversation = self.histories.conversation(request.claims)
         attempt = self.attempts.repeated(request, conversation.is_call_continued)
@@ -255,7 +262,7 @@ class Call:
     replica: str = ""
     first_token_ns: int = 0
     _generation: Generation | None = None
-    _unfinished: int = 0  # choices not yet ended by the replica
+    _unfinished: int = 0  # number of choices that the replica has not ended yet
     _hung_up: bool = False
     _holder: str = ""
     _reserved: int = 0  # reserved bytes
@@ -299,8 +306,8 @@ class Call:
         """Generate, and yield the deltas that may be sent as they arrive.
 
         If a replica fails, another one takes over, unless something was already yielded to a client that streams. A
-        replica that lacks the call's adapter has to load it. Raises `Refused` NO_REPLICA, `ReplicaGone` if it is too
-        late for another replica, `HungUp` after `hang_up`.
+        replica that lacks the call's adapter has to load it. Raises `Refused` NO_REPLICA if there is no replica,
+        `ReplicaGone` if it is too late for another replica, and `HungUp` after `hang_up`.
         """
         failures = loads = 0
         while True:
@@ -340,8 +347,8 @@ class Call:
     async def record(self, status: CallStatus = CallStatus.COMPLETE) -> None:
         """Store the call and notify the coordinator. The last byte of the answer may be sent only after this (R9).
 
-        A call has one record. If storing is retried, the same record is resent, whatever the status is by then, because
-        the log drops a second record with the same id.
+        A call has only one record. If storing is retried, the same record is resent, whatever the call's status is by
+        then, because the log drops a second record with the same id.
         """
         if self._made is None:
             self._made = self._record(status)
@@ -374,7 +381,8 @@ class Call:
         self._conversation.stored_bytes += len(body)
 
     async def notify(self) -> None:
-        """Notify the coordinator of the stored record. Raises `BusUnavailable` if it does not acknowledge.
+        """Notify the coordinator of the stored record. Raises `BusUnavailable` if the bus does not acknowledge the
+        notification.
 
         A retry of the request then resends the notification. It always has the same id, so it is accepted only once.
         """
@@ -565,9 +573,9 @@ class Call:
         )
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:
-        """Let later requests continue this call, and let retries get its answer."""
+        """Make this call available to later requests that continue it, and its answer to retries."""
         histories, prompt = self.calls.histories, self.plan.prompt
-        conversation = histories.conversation(self.request.claims)  # cached again if it was dropped
+        conversation = histories.conversation(self.request.claims)  # cached again if the conversation was dropped
         conversation.add(ref, record, prompt.node, prompt.digest)
         histories.account_for(self.request.claims)
         if record.status == CallStatus.COMPLETE:

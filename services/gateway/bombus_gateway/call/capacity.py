@@ -21,7 +21,8 @@ _RECORD_BYTES = 2048  # all other fields, which have a fixed size
 
 
 def record_bytes(body_bytes: int, new_tokens: int, sampled_tokens: int) -> int:
-    """Return the most bytes that a call's record can take, from its request's bytes and its new and sampled tokens."""
+    """Return the maximum size of a call's record, given the bytes of its request and the numbers of its new and sampled
+    tokens."""
     return _RECORD_BYTES + 2 * body_bytes + 4 * new_tokens + (_BYTES_PER_SAMPLED_TOKEN + 8) * sampled_tokens
 
 
@@ -66,9 +67,10 @@ class CallCapacity:
             self._close_one(holder)
 
     def reserve(self, size: int, holder: str = "") -> None:
-        """Reserve room for one call of `size` bytes until it is released. Raises `Refused` OVERLOADED.
+        """Reserve room for one call of `size` bytes until it is released. Raises `Refused` OVERLOADED if there is no
+        room.
 
-        `holder` is the name of the share that its episode counts against.
+        `holder` is the name of the share that the call's episode counts against.
         """
         self._check_room(size, holder)
         self._open_one(holder)

@@ -22,7 +22,8 @@ TOKEN_BYTES = 4  # size of a token id, and of a logprob
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token's logprob, as sent to clients. `start` is its text's offset in characters; `top` are alternatives."""
+    """A token's logprob, as sent to clients. `start` is the offset of the token's text in characters; `top` contains
+    alternatives."""
 
     token: int
     logprob: float
@@ -57,7 +58,7 @@ class Completion:
         self.finish = ""
         self.sampled = 0  # number of sampled tokens
         self.reasoned = 0  # number of sampled tokens with reasoning text, counted when it is done
-        self.misread = False  # true if its tool calls and reasoning could not be parsed
+        self.misread = False  # true if the completion's tool calls and reasoning could not be parsed
         self.logprobs: list[TokenLogprob] = []  # logprobs of all tokens whose text has been sent
         self._call = call
         self._request = request
@@ -67,7 +68,7 @@ class Completion:
         self._named_stops = named_stops(names, request.stops)
         tools = request.tools if request.parse_tool_calls else ()
         self._reader: DeltaReader = model.renderer.reader(prompt, tools) if request.chat else PlainReader()
-        self._unread: list[str] = []  # texts since the reader last returned a delta
+        self._unread: list[str] = []  # texts received since the reader last returned a delta
         self._tokens: list[bytes] = []
         self._packed_logprobs: list[bytes] = []
         self._spans: list[Span] = []
@@ -94,7 +95,7 @@ class Completion:
     def feed(self, frame: Tokens) -> CompletionDelta:
         """Add tokens. A stop string ends the completion at the token that completes the string.
 
-        If the request asks for a single call, the first call ends the completion too.
+        If the request wants a single call, the first call ends the completion too.
         """
         if self._request.one_call and len(frame.tokens) > TOKEN_BYTES:
             return self._feed_singly(frame)
@@ -179,7 +180,8 @@ class Completion:
         return CompletionDelta(deltas, logprobs)
 
     def _read(self, frame: Tokens, tokens: list[int]) -> tuple[str, int]:
-        """Decode token by token, to note where the text of each begins. Return (text that may be sent, tokens used)."""
+        """Decode token by token, to note where each token's text begins. Return (text that may be sent, tokens
+        used)."""
         logprobs = unpack_logprobs(frame.logprobs)
         out: list[str] = []
         for index, token in enumerate(tokens):
@@ -204,7 +206,7 @@ class Completion:
         self._unread.append(text)
         try:
             deltas = self._reader.finish() if last else self._reader.feed(text)
-        except Exception:  # whatever the reader's bug, the answer continues
+        except Exception:  # whatever bug the reader has, the answer continues
             log.exception("an answer could not be parsed and continues as text", extra={"call": self._call})
             self.misread = True
             self._reader = PlainReader()

@@ -1,4 +1,4 @@
-"""Turns a client's demands on the form of an answer into a constraint that an engine can enforce. Pure."""
+"""Turns a client's demands on an answer's form into a constraint that an engine can enforce. Pure."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from bombus.hive.generation import CallShape, Constraint
 from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.text.renderer import TemplateRenderer
 
-_PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # written the same in JSON, in a tag, and on its own
+_PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # these are written the same in JSON, in a tag, and on their own
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 

@@ -1,4 +1,4 @@
-"""The HTTP side of model calls, as plain ASGI: routes, whole and streamed responses, and errors in them."""
+"""The HTTP side of model calls, as plain ASGI: routes, whole and streamed responses, and errors in responses."""
 
 import asyncio
 import logging
@@ -35,7 +35,8 @@ class ErrorEncoder(Protocol):
 
 
 class Responder:
-    """Writes one response. A failure is reported as an HTTP status or, if a stream has begun, as its last event."""
+    """Writes one response. A failure is reported as an HTTP status or, if a stream has begun, as the stream's last
+    event."""
 
     def __init__(self, send: Send, errors: ErrorEncoder, hung_up: asyncio.Future[None] | None = None) -> None:
         self._hung_up = hung_up
@@ -58,7 +59,7 @@ class Responder:
             self._hung_up.remove_done_callback(hang_up)
 
     async def whole(self, body: bytes, headers: Iterable[HeaderPair] = (), status: int = 200) -> None:
-        """Send a complete JSON response, or only the JSON if white space was sent before."""
+        """Send a complete JSON response, or only the JSON if white space was already sent."""
         if not self._started:
             length = (b"content-length", str(len(body)).encode())
             await self._start(status, [JSON, length, *headers])
@@ -68,7 +69,7 @@ class Responder:
     async def space(self, headers: Iterable[HeaderPair] = ()) -> None:
         """Send white space, which may precede JSON, so that the client sees that its answer is in progress.
 
-        After that, a failure can be reported only by closing the connection.
+        Once white space was sent, a failure can be reported only by closing the connection.
         """
         if not self._started:
             await self._start(200, [JSON, *headers])
@@ -76,7 +77,7 @@ class Responder:
         await self._send({"type": "http.response.body", "body": b" ", "more_body": True})
 
     async def stream(self, events: bytes, headers: Iterable[HeaderPair] = (), more: bool = True) -> None:
-        """Send server-sent events. The first ones begin the response. Until then, an error can still set the HTTP
+        """Send server-sent events. The first events begin the response. Until then, an error can still set the HTTP
         status."""
         if not self._started:
             await self._start(200, [*SSE, *headers])

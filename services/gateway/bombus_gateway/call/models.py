@@ -28,9 +28,9 @@ class EngineModels:
         self._bus = bus
         self._models: OrderedDict[tuple[str, bytes], TextModel] = OrderedDict()
         self._loading = asyncio.Lock()
-        # By engine: the two events that determine the key of its text model, and the key.
+        # By engine: the two events that determine its text model's cache key, and this key.
         self._keys: dict[str, tuple[WeightsReady, EngineConfigured | None, tuple[str, bytes]]] = {}
-        self.formats: dict[str, tuple[int, ConversationFormat]] = {}  # by engine: its run, and the model's format
+        self.formats: dict[str, tuple[int, ConversationFormat]] = {}  # by engine: its run, and its model's format
 
     def job(self, engine: EngineState) -> RunConfig:
         """Return the configuration of the run. Raises `Refused` NO_CONFIG if there is none."""
@@ -41,7 +41,7 @@ class EngineModels:
     async def text_model(self, engine: EngineState) -> TextModel:
         """Return the tokenizer and renderer of the run.
 
-        Raises `Refused` while the model is loading, `EngineFault` if its files cannot be used.
+        Raises `Refused` while the model is loading, and `EngineFault` if its files cannot be used.
         """
         run, weights, active = engine.run, engine.weights, engine.active
         if weights is None or not weights.weights.tokenizer:

@@ -1,5 +1,5 @@
-"""The plan of a call: the stored conversation that it continues, its prompt as tokens, how long its answer may be, and
-how the answer is sampled."""
+"""The plan of a call: the stored conversation that the call continues, its prompt as tokens, how long its answer may
+be, and how the answer is sampled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,18 +32,19 @@ from bombus_gateway.text.renderer import TemplateRenderer
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.stops import asked_stops, hidden_names
 
-TRIAL_BYTES = 1 << 20  # request size that costs as much work as trying out new template variables
+TRIAL_BYTES = 1 << 20  # size of a request that takes as much work as trying out new template variables
 TOKEN_TEXT_BYTES = 4  # approximate bytes of text per token
 _LISTED = "this model writes several calls as one list, which cannot end after its first"
-TRIED_MAX = 4  # equal answers to try, as the template may be unable to continue the first ones
+TRIED_MAX = 4  # maximum number of equal answers to try, as the template may be unable to continue the first ones
 
 
 @dataclass(frozen=True)
 class Prompt:
     """The prompt of a call.
 
-    `tokens` is int32. Its last `tail` bytes are new; the bytes before them are the tokens of `node`. `messages` are
-    those that the conversation of `node` lacks, and `digest` covers all messages. A plain completion has neither.
+    `tokens` is int32. Its last `tail` bytes are new; the bytes before them are the tokens of `node`. `messages` are the
+    messages that the conversation of `node` lacks, and `digest` covers all messages. A plain completion has neither
+    messages nor a digest.
     """
 
     tokens: bytes
@@ -60,14 +61,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class AnswerLimit:
-    """The most tokens that an answer may have, and the reason for this limit."""
+    """The maximum number of tokens in an answer, and the reason for this limit."""
 
     tokens: int
     reason: LengthLimit
 
     def reason_at(self, tokens: int) -> LengthLimit:
-        """Return the limit that cut off an answer after `tokens` tokens: the replica's limit, if there are fewer than
-        ours allows."""
+        """Return which limit cut off an answer after `tokens` tokens: the replica's limit, if our own would have
+        allowed more tokens."""
         return LengthLimit.REPLICA if tokens < self.tokens else self.reason
 
 
@@ -75,8 +76,8 @@ class AnswerLimit:
 class CallPlan:
     """The plan of a call. `answer_limit` applies to each choice; `overridden` names what was requested but not applied.
 
-    The engine enforces `constraint`, and `constrained` names the demands that it meets. `masked` is true for an
-    auxiliary call if the job does not train on auxiliary calls.
+    The engine enforces `constraint`, and `constrained` names the demands that the constraint meets. `masked` is true
+    for an auxiliary call if the job does not train on auxiliary calls.
     """
 
     model: TextModel
@@ -92,7 +93,7 @@ class CallPlan:
 async def plan_call(
     request: CallRequest, admitted: Admitted, conversation: Conversation, histories: Histories, workers: Workers
 ) -> CallPlan:
-    """Return a call's plan. It is made again if another call began to continue the same answer in the meantime.
+    """Return a call's plan. The plan is made again if another call has meanwhile begun to continue the same answer.
 
     The plan is valid until the next await. Raises `Refused` if the prompt is too long, or if earlier turns cannot be
     read.
@@ -106,7 +107,8 @@ async def plan_call(
 
 
 async def _plan(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> CallPlan:
-    """Find the call that a request continues, and render the rest of its prompt, in a thread if it is large."""
+    """Find the call that a request continues, and render the rest of the request's prompt, in a thread if it is
+    large."""
     completion = request.completion
     prompt = await plan_prompt(request, admitted, histories, workers)
     answered = any(message["role"] == "assistant" for message in completion.messages)
@@ -154,7 +156,7 @@ async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histor
 
 
 async def _followed(request: CallRequest, histories: Histories, workers: Workers) -> Followed[Node]:
-    """Find the conversation that the messages of a request extend, in a thread if many of them are new.
+    """Find the conversation that the messages of a request extend, in a thread if many of the messages are new.
 
     An assistant's message that is not known here may have been sampled through another gateway. So the log is read
     before the message is attributed to the harness, or matched with an answer that merely has the same words. Raises
@@ -248,7 +250,7 @@ def answer_limit(
 
     The job's max_prompt_length limits a prompt without answers (`is_first`). Later prompts contain answers too, and are
     limited only by max_model_len and the model's context. `answered_tokens` were sampled earlier in the same
-    conversation; the job's max_response_length limits all of its answers together. Raises `InvalidField`
+    conversation; the job's max_response_length limits all of the conversation's answers together. Raises `InvalidField`
     PROMPT_TOO_LONG.
     """
     rollout = admitted.job.rollout
@@ -275,9 +277,10 @@ def answer_limit(
 
 
 def _wanted(request: CompletionRequest, prompt_tokens: int) -> int | None:
-    """Return the most tokens that the client allows for the answer, or None if it sets no limit.
+    """Return the maximum number of tokens that the client allows for the answer, or None if the client sets no limit.
 
-    Raises `InvalidField` PROMPT_TOO_LONG if the client's limit for prompt and answer together leaves no tokens.
+    Raises `InvalidField` PROMPT_TOO_LONG if the client's limit for prompt and answer together leaves no tokens for the
+    answer.
     """
     sampling = request.sampling
     if sampling.total_tokens is None:

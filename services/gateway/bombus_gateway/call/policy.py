@@ -62,7 +62,8 @@ class SamplingDecision(NamedTuple):
 
 
 def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType, episode: str) -> SamplingDecision:
-    """Return the sampling parameters that apply to a request. Raises `InvalidField` for any that the job refuses."""
+    """Return the sampling parameters that apply to a request. Raises `InvalidField` for any parameter that the job
+    refuses."""
     relaxed = _relaxed(request, rollout, type)
     sampling = request.sampling
     if type != EpisodeType.TRAIN:
@@ -79,7 +80,7 @@ def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType
     _check_temperature(kept.temperature)
     if kept.seed is None:
         return SamplingDecision(kept, (*relaxed, *biasing))
-    # With the same random numbers, a group's answers would be equal and there would be nothing to compare.
+    # With the same random numbers, all answers of a group would be equal and there would be nothing to compare.
     mixed = msgspec.structs.replace(kept, seed=seed_of_episode(kept.seed, episode))
     return SamplingDecision(mixed, (*relaxed, *biasing, "seed"))
 
@@ -87,7 +88,7 @@ def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType
 def why_unconstrained(rollout: RolloutConfig, type: EpisodeType, can_constrain: bool) -> str:
     """Return, as a clause, why the engine does not enforce a client's demands on an answer, or "" if it does.
 
-    Constrained tokens are not drawn from the policy's own distribution, as with a biasing parameter.
+    As with a biasing parameter, constrained tokens are not drawn from the policy's own distribution.
     """
     if type == EpisodeType.TRAIN and rollout.sampling != "obey":
         return _FREE_IN_TRAINING
@@ -95,7 +96,7 @@ def why_unconstrained(rollout: RolloutConfig, type: EpisodeType, can_constrain: 
 
 
 def seed_of_episode(seed: int, episode: str) -> int:
-    """Return a 48-bit seed, derived from this seed and the episode."""
+    """Return a 48-bit seed, derived from the given seed and the episode."""
     return int.from_bytes(blake2b(f"{seed}/{episode}".encode(), digest_size=6).digest())
 
 

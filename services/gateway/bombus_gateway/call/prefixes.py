@@ -10,12 +10,13 @@ from bombus.hive.records import hasher
 BODIES_KEPT = 4  # per episode, so that this many agents can take turns
 MEMORY_BYTES_MAX = 8 << 20  # maximum for one kept body, including the values read from it
 VALUE_BYTES = 64  # memory for each list, object or other value that was read, besides its text
-SPARED_PER_READ = 16  # bytes of a known prefix that can be skipped in the time it takes to read one byte
+SPARED_PER_READ = 16  # bytes of a known prefix that can be skipped in the time that reading one byte takes
 _GOES_ON = re.compile(rb"[ \t\n\r]*+[,\]]")
 
 
 def memory_of_values(json: bytes, start: int = 0, end: int | None = None) -> int:
-    """Estimate the memory that the values in JSON take besides its text. Even a list of three bytes is an object."""
+    """Estimate the memory that the values in JSON take besides its text. Even a list of three bytes becomes an object.
+    Raised if a whole body has to be read: it is invalid after the prefix, or the prefix belongs to another list."""
     return VALUE_BYTES * sum(json.count(mark, start, end) for mark in (b"[", b"{", b","))
 
 
@@ -105,7 +106,8 @@ class EarlierBodies:
         return max(found, key=lambda each: each.prefix.end, default=nothing_of(route))
 
     def keep(self, new: EarlierBody, before: EarlierBody) -> None:
-        """Keep a body in place of the body `before` that it continues, unless nothing was read or it is too large."""
+        """Keep a body in place of the body `before` that it continues, unless nothing was read or the new body is too
+        large."""
         if new.prefix.items and new.memory_bytes <= MEMORY_BYTES_MAX:
             read = new.hashed.digest()  # another request may have kept an equal body in the meantime
             others = [each for each in self._bodies if each is not before and each.hashed.digest() != read]

@@ -33,11 +33,12 @@ Address = tuple[str, int]
 
 
 class ReplicaGone(BombusError):
-    """The replica cannot be reached, broke off midway, or refused the request. Another may be able to answer."""
+    """Raised if a replica cannot be reached, stops in the middle of an answer, or refuses a request. Another replica
+    may be able to answer."""
 
 
 class ReplicaBusy(ReplicaGone):
-    """The replica has reached its limit of open requests. It is alive and may answer later."""
+    """Raised if a replica has reached its limit of open requests. The replica is alive and may answer later."""
 
 
 class Carried(Protocol):
@@ -91,7 +92,7 @@ _refusals = msgspec.json.Decoder(_Refusal)
 
 
 class Generation:
-    """One request and the frames of its answer. Read it to its end, or `abort` it."""
+    """One request and the frames of its answer. Read the answer to its end, or `abort` it."""
 
     def __init__(
         self, client: "ReplicaClient", address: Address, message: bytes, check: Callable[[Frame], None]
@@ -119,7 +120,7 @@ class Generation:
     async def frames(self) -> list[Frame]:
         """Wait for frames and return those that have arrived, or an empty list if the answer is complete.
 
-        Tokens of one choice and version that arrived together are joined into one frame. Raises `ReplicaGone`,
+        Tokens of the same choice and version that arrived together are joined into one frame. Raises `ReplicaGone`,
         including for a frame that fails its check, and `Refused` for a request that every replica would refuse.
         """
         while not self._frames and not self._complete:
@@ -178,7 +179,7 @@ class Generation:
 
 
 def together(frames: list[Frame]) -> list[Frame]:
-    """Join adjacent frames of one choice and version, unless they have alternatives.
+    """Join adjacent frames of the same choice and version, unless they have alternatives.
 
     Malformed frames are left as they are.
     """
@@ -203,7 +204,7 @@ def _place(frame: Frame) -> tuple[int, int] | None:
 
 
 def _error_of(fault: Fault) -> Refused | ReplicaGone:
-    """Return a `Refused` for a fault that every replica would report, and a `ReplicaGone` for any other."""
+    """Return a `Refused` for a fault that every replica would report, or a `ReplicaGone` for any other fault."""
     code = next((code for code in Code if code == fault.code), Code.INTERNAL)
     if fault.retry and code == Code.OVERLOADED:
         return ReplicaBusy(f"the replica is busy: {fault.why}")
@@ -243,7 +244,7 @@ class _Connection(asyncio.Protocol):
     # ---- called by asyncio and the parser -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass of asyncio's
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
@@ -292,8 +293,8 @@ def _parts_of(url: str) -> tuple[Address, str, str]:
 
 
 class ReplicaClient:
-    """Keeps connections to all replicas that were used. `key` is the key with which gateways identify themselves to
-    replicas."""
+    """Keeps connections to all replicas that have been used. `key` is the key with which gateways identify themselves
+    to replicas."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -329,7 +330,7 @@ class ReplicaClient:
                 connection.close()
 
     def _post(self, url: str, path: str, content_type: str, body: bytes) -> tuple[Address, bytes]:
-        """Return the address that a request is sent to, and its bytes."""
+        """Return the address to which a request is sent, and the request's bytes."""
         address, prefix, host = _parts_of(url)
         head = (
             f"POST {prefix}{path} HTTP/1.1\r\nhost: {host}\r\n"

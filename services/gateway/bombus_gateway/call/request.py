@@ -1,4 +1,5 @@
-"""A request for completions, independent of any dialect. Each API translates its wire format into this."""
+"""A request for completions, independent of any dialect. Each API translates its wire format into a
+`CompletionRequest`."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ class InvalidField(Refused):
 
 
 class PromptTooLong(InvalidField):
-    """A prompt has at least `tokens` tokens, but at most `tokens_max` are accepted."""
+    """The refusal of a prompt of at least `tokens` tokens where at most `tokens_max` are accepted."""
 
     def __init__(self, field: str, why: str, tokens: int, tokens_max: int) -> None:
         super().__init__(Code.PROMPT_TOO_LONG, field, why)
@@ -48,7 +49,7 @@ class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def requested_top_p(given: float | None) -> float:
-    """Return the requested top_p. Replace 0 by the smallest value that replicas accept: both draw only the likeliest
+    """Return the requested top_p. Replace 0 with the smallest value that replicas accept: both draw only the likeliest
     token."""
     return 1.0 if given is None else max(given, TOP_P_MIN)
 
@@ -65,9 +66,9 @@ class Unsupported(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """A client's demand on the form of an answer: JSON that matches `schema`, or only calls of `tools`.
+    """A client's demand on an answer's form: JSON that matches `schema`, or only calls of `tools`.
 
-    `field` is its name on the wire. If `once` is true, there must be exactly one call.
+    `field` is the demand's name on the wire. If `once` is true, there must be exactly one call.
     """
 
     field: str
@@ -83,12 +84,12 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     at one of `stops` or `stop_token_ids`, or at one of the model's own stop tokens. `parse_tool_calls`: search the
     answer for calls of `tools`. `stream`: send text as it arrives. `chat_template_kwargs` are variables of the model's
     chat template, which override the job's. `thinking` is translated into such variables if the template has them.
-    `continues` is the id of an earlier call of the episode, whose conversation precedes `messages`. `answers` maps
+    `continues` is the id of an earlier call in the episode, whose conversation precedes `messages`. `answers` maps
     places in `messages` to the ids of earlier calls whose answers belong there.
 
-    `demands` are met if the engine can enforce them. `one_call` is the name of the field, if any, that asks for an
-    answer to end after its first call. `unsupported` lists what else was requested; the job says whether to refuse or
-    ignore it. `length_field` is the name on the wire of the field that sets `max_tokens`.
+    `demands` are met if the engine can enforce them. `one_call` is the name of the field, if any, that requires an
+    answer to end after its first call. `unsupported` lists what else was requested; the job determines whether to
+    refuse or ignore it. `length_field` is the name on the wire of the field that sets `max_tokens`.
 
     Raises `Refused` for too many messages, completions or unsupported parts, and for invalid template variables.
     """
@@ -137,10 +138,11 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion request with its metadata: its episode's key, and how it arrived.
 
-    `digest` covers the route and the body, so a retry has the same one. `retry` is how often the client says that it
-    has sent this request before. `read_bytes` is the work of reading the body, in bytes: fewer than `body_bytes` if its
-    beginning was already parsed. `role` names the agent within its episode. `auxiliary_call` is the purpose of a call
-    that the harness makes for itself, such as a title for the session, and is empty for all other calls.
+    `digest` covers the route and the body, so a retry has the same digest. `retry` is how often, according to the
+    client, this request was sent before. `read_bytes` is the work of reading the body, in bytes: fewer than
+    `body_bytes` if the body's beginning was already parsed. `role` names the agent within its episode. `auxiliary_call`
+    is the purpose of a call that the harness makes for itself, such as a title for the session, and is empty for all
+    other calls.
     """
 
     claims: KeyClaims

@@ -1,4 +1,5 @@
-"""Chooses a replica for each call: one with the right weights, and preferably the one that has cached the episode."""
+"""Chooses a replica for each call: one that has the right weights, and preferably the one that has cached the
+episode."""
 
 import asyncio
 import logging
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 3
 LOADS_MAX = 8  # loads of an adapter per request, in case replicas keep dropping it for other adapters
 REPLICA_WAIT_S = 5.0  # how long to wait for a replica with the right weights
-AVOID_S = 2.0  # how long a replica that failed is used only if there is no other
+AVOID_S = 2.0  # for this long, a replica that failed is used only if there is no other
 LEFT_S = 20.0  # by then, a replica that left the hive in an orderly way has finished its calls
 CHECK_S = 1.0
 WRONG_MAX = 3  # wrong answers by a replica at one version before it is quarantined
@@ -49,14 +50,15 @@ class Upstream:
         self._inbox = inbox
         self._running: Counter[str] = Counter()
         self._avoid: dict[str, float] = {}
-        self._wrong: Counter[tuple[str, int, int, str]] = Counter()  # wrong ones, by engine, run, version and replica
+        self._wrong: Counter[tuple[str, int, int, str]] = Counter()  # wrong answers by engine, run, version, replica
         self._reports: dict[tuple[str, str], AnswersBroke] = {}  # to quarantine replicas, by engine and replica
-        self._open: dict[Generation, tuple[str, str]] = {}  # the (engine, replica) that each runs on
+        self._open: dict[Generation, tuple[str, str]] = {}  # the (engine, replica) that each generation runs on
         self._missing_since: dict[tuple[str, str], float] = {}  # when a replica with open calls left the hive
         self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica's URL and adapter: one call loads it for all
 
     async def run(self) -> None:
-        """Abort the calls of replicas that have left the hive, and report those that answer wrongly, until cancelled.
+        """Until cancelled, abort the calls on replicas that have left the hive, and report replicas that answer
+        wrongly.
 
         A connection alone does not show that a replica has left: if the process hangs or its machine is unreachable,
         the connection stays open.
@@ -134,7 +136,7 @@ class Upstream:
             self._running.pop(name)
 
     def failed(self, engine: str, name: str, error: ReplicaGone) -> None:
-        """Avoid a replica for `AVOID_S`, and report one that has answered wrongly `WRONG_MAX` times at one version.
+        """Avoid a replica for `AVOID_S`, and report it once it has answered wrongly `WRONG_MAX` times at one version.
 
         A wrong answer that may be due to the request's adapter does not count against the replica.
         """

@@ -10,15 +10,15 @@ INLINE_BYTES_MAX = 32 << 10  # largest request that takes no longer than a few m
 READ_BYTES_MAX = 128 << 10  # largest body that is only parsed in that time, unless crafted to be slow
 THREADS = 2  # each may use about a hundred bytes of memory per character of a request
 NUMBER_BYTES = 8  # bytes of text that take as long to write as one number
-CLIENTS = "clients"  # turn shared by all requests that are not an agent's, so that one thread is always left for agents
+CLIENTS = "clients"  # turn shared by all requests not from agents, so that one thread is always left for agents
 
 T = TypeVar("T")
 
 
 class Workers:
-    """The threads of one gateway, which take requests in the order of arrival.
+    """A gateway's threads, which take requests in the order of arrival.
 
-    An episode uses one thread at a time, so that its requests cannot occupy all of them.
+    An episode uses one thread at a time, so that its requests cannot occupy all threads.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from bombus_gateway.decoding.json_body import BodyDecoder, check_depth, repaired
 
 # A body's last items are read again with the next body, because clients move cache marks among them.
 ITEMS_READ_AGAIN = 4
-MARK = json.dumps(secrets.token_hex(16)).encode()  # stands for the items that were read before
+MARK = json.dumps(secrets.token_hex(16)).encode()  # takes the place of the items that were read before
 _COMMA = re.compile(rb"[ \t\n\r]*+,[ \t\n\r]*+")
 _OPENING = rb'"%s"[ \t\n\r]*+:[ \t\n\r]*+\[[ \t\n\r]*+'
 
@@ -24,9 +24,9 @@ ReadT = TypeVar("ReadT")
 
 
 class ReadItems(NamedTuple, Generic[BodyT, ReadT]):
-    """A body that was read. Its own list has only the new items; `items` is the result of reading all of them.
+    """A body that was read. Its own list has only the new items; `items` is the result of reading all items.
 
-    `unknown` lists the unknown fields. `prefix` is the part that the conversation's next body may begin with.
+    `unknown` lists the unknown fields. `prefix` is the part with which the conversation's next body may begin.
     """
 
     body: BodyT
@@ -36,7 +36,7 @@ class ReadItems(NamedTuple, Generic[BodyT, ReadT]):
 
 
 class ItemReader(Generic[BodyT, ReadT]):
-    """Reads the bodies of one route, whose field `name` is a list of items.
+    """Reads the bodies of a route in which the field `name` is a list of items.
 
     `read` is called with the result for the earlier items (or None), the new items, and the number of the first new
     item. It returns the result for all items, and must not mutate its arguments, which requests share.
@@ -97,6 +97,6 @@ class ItemReader(Generic[BodyT, ReadT]):
         return BodyPrefix(start, at, before.items + len(items), read)
 
     def _start(self, body: bytes, first: bytes) -> int:
-        """Return the offset of the first item, or 0 unless exactly one place looks like it."""
+        """Return the offset of the first item, or 0 unless exactly one place looks like the start of this item."""
         places = [place.end() for place in self._opening.finditer(body) if body.startswith(first, place.end())]
         return places[0] if len(places) == 1 else 0

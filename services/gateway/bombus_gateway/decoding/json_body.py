@@ -22,7 +22,7 @@ raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _anything = msgspec.json.Decoder()
 _packed = msgspec.msgpack.Encoder().encode  # the log's encoding
 _may_be_half = re.compile(r"\\u[dD][89a-fA-F]")
-# Escaped backslashes, whole surrogate pairs, or an unpaired half.
+# Escaped backslashes, whole surrogate pairs, or one unpaired half.
 _escapes = re.compile(
     r"(?:\\\\)++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
@@ -66,7 +66,7 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = 
 
 
 def repaired(body: bytes) -> bytes:
-    """Replace unpaired surrogate halves in a body by U+FFFD, like `decode_body`. The length does not change."""
+    """Replace unpaired surrogate halves in a body with U+FFFD, like `decode_body`. The length does not change."""
     escaped = "surrogateescape"  # preserves bytes that are not UTF-8
     return _without_halves(body.decode(errors=escaped)).encode(errors=escaped)
 
@@ -78,8 +78,8 @@ def decode_field(decoder: msgspec.json.Decoder[_Body], text: bytes, place: str) 
 
 
 def check_depth(text: bytes, around: int = 0) -> None:
-    """Raise `Refused` MALFORMED if JSON is nested too deeply, given that it is already inside `around` lists and
-    objects."""
+    """Raise `Refused` MALFORMED if this JSON, which is already inside `around` lists and objects, is nested too
+    deeply."""
     depth = limits.DEPTH - around
     if not is_flat(text, depth) and is_deeper(marks_of(text), depth):
         _refuse_depth()
@@ -88,8 +88,8 @@ def check_depth(text: bytes, around: int = 0) -> None:
 class BodyDecoder(Generic[_StructT]):
     """Decodes the bodies of one route, which are objects with the fields of `kind`, and checks their depth.
 
-    Bodies may be long, so they are parsed in one pass. The depth of the fields named in `parts` is checked by their
-    readers. Only a body that is invalid or has unknown fields is parsed a second time.
+    Bodies may be long, so they are parsed in one pass. For the fields named in `parts`, the depth is checked by the
+    fields' readers. Only a body that is invalid or has unknown fields is parsed a second time.
     """
 
     def __init__(self, kind: type[_StructT], *parts: str) -> None:
@@ -100,7 +100,7 @@ class BodyDecoder(Generic[_StructT]):
         self._names = [field.name for field in msgspec.structs.fields(kind) if field.name not in parts]
 
     def __call__(self, body: bytes) -> tuple[_StructT, list[Unsupported]]:
-        """Return a body, and its unknown fields that are not null. Raises the same errors as `decode_body`."""
+        """Return a body, and those of its unknown fields that are not null. Raises the same errors as `decode_body`."""
         try:
             found = self._strict.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -112,7 +112,7 @@ class BodyDecoder(Generic[_StructT]):
 
 
 def _unknown_fields(body: bytes, known: Collection[str]) -> list[Unsupported]:
-    given = decode_body(raw_fields, body)  # unknown fields were skipped so far
+    given = decode_body(raw_fields, body)  # the first pass skipped unknown fields
     if len(given) > limits.FIELDS:
         raise Refused(Code.TOO_LARGE, f"The body has {len(given)} fields, but the limit is {limits.FIELDS}.")
     return [Unsupported(name, UNKNOWN) for name, raw in given.items() if name not in known and raw != _NULL]
@@ -133,7 +133,7 @@ def unknown_parts(field: str, given: Any, known: Collection[str]) -> list[Unsupp
 
 
 def thinking_of_effort(field: str, effort: Any) -> tuple[RequestedThinking | None, list[Unsupported]]:
-    """Return the thinking requested by an `effort` of OpenAI's APIs, and its unsupported values."""
+    """Return the thinking requested by an `effort` field in OpenAI's APIs, and the field's unsupported values."""
     if effort is None:
         return None, []
     if effort == NO_EFFORT:
@@ -144,7 +144,7 @@ def thinking_of_effort(field: str, effort: Any) -> tuple[RequestedThinking | Non
 
 
 def field_names(kind: type[msgspec.Struct]) -> set[str]:
-    """Return the names that the fields of a struct have in JSON."""
+    """Return the JSON names of a struct's fields."""
     return {field.encode_name for field in msgspec.structs.fields(kind)}
 
 
@@ -194,7 +194,8 @@ def check_count_of_tools(count: int) -> None:
 
 
 def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a tool in the form that templates expect: a function without null fields. Raises `BadParameter`."""
+    """Return a tool in the form that templates expect: a function without null fields. Raises `BadParameter` for an
+    invalid tool."""
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= limits.NAME_CHARACTERS:
         why = f"A tool needs a name of up to {limits.NAME_CHARACTERS} characters."
@@ -208,7 +209,7 @@ def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def demand_of_json(field: str, schema: Any) -> Demand:
-    """Return the demand that an answer is JSON that matches a schema. Raises `BadParameter` if the schema is not an
+    """Return the demand that an answer be JSON that matches a schema. Raises `BadParameter` if the schema is not an
     object."""
     if not isinstance(schema, dict):
         raise BadParameter(Code.MALFORMED, field, f"{field} needs a JSON schema, which must be an object.")
@@ -218,7 +219,7 @@ def demand_of_json(field: str, schema: Any) -> Demand:
 def demand_of_calls(
     field: str, tools: Sequence[Mapping[str, Any]], wanted: Sequence[Any] | None, *, once: bool = False
 ) -> Asked:
-    """Return the demand that an answer calls one of the `wanted` functions, or any of `tools` if `wanted` is None.
+    """Return the demand that an answer call one of the `wanted` functions, or any of `tools` if `wanted` is None.
 
     Returns an `Unsupported` if there is no such function.
     """
@@ -236,8 +237,8 @@ def split_asked(asked: Sequence[Asked | None]) -> tuple[tuple[Demand, ...], list
 
 
 def _without_halves(text: str) -> str:
-    """Return JSON with each unpaired half of a surrogate pair replaced by U+FFFD."""
-    if r"\u" not in text:  # true of most bodies; the substitution takes seconds for a large body
+    """Return JSON with each unpaired half of a surrogate pair replaced with U+FFFD."""
+    if r"\u" not in text:  # this holds for most bodies; the substitution takes seconds for a large body
         return text
     return _escapes.sub(lambda found: r"\ufffd" if found["half"] else found[0], text)
 

@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from bombus_gateway.call.prefixes import memory_of_values
 
-SIZE_MAX = 32 << 20  # parts in one generation, in bytes or characters; their results take several times more
+SIZE_MAX = 32 << 20  # size of a generation's parts, in bytes or characters; their results take several times more
 PART_SIZE = 200  # overhead counted for each part
 
 KeyT = TypeVar("KeyT", bound=bytes | str)

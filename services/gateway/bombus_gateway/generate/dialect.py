@@ -1,4 +1,4 @@
-"""`/generate` as a call of an episode, in both forms. Turns requests into `CompletionRequest`, and answers into bytes.
+"""`/generate` as an episode's call, in both forms. Turns requests into `CompletionRequest`, and answers into bytes.
 Pure."""
 
 from array import array
@@ -32,7 +32,7 @@ from bombus_gateway.operations_wire.sampling import SampleRequest
 
 
 class GenerateDialect:
-    """The dialect of `/generate`. Bodies in vLLM's form have `prompt`, and those in SGLang's form `input_ids` or
+    """The dialect of `/generate`. Bodies in vLLM's form have `prompt`; those in SGLang's form have `input_ids` or
     `text`."""
 
     name = b"generate"

@@ -1,4 +1,4 @@
-"""`/generate` for one engine. With an episode's key it is a model call; requests with other keys go to another app."""
+"""`/generate` for one engine. With an episode's key, it is a model call; requests with other keys go to another app."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 

@@ -16,10 +16,10 @@ CODEX_TURN = b"x-codex-turn-metadata"
 
 
 class Marks(NamedTuple):
-    """The agent and the purpose of a call.
+    """The agent that makes a call, and the call's purpose.
 
     `role` names the agent within its episode and is empty for the main agent. `auxiliary_call` is the purpose of an
-    auxiliary call of the harness, such as `title`, and is empty for all other calls.
+    auxiliary call that the harness makes, such as `title`, and is empty for all other calls.
     """
 
     role: str = ""
@@ -50,11 +50,11 @@ def marks_of(
     server_tools: Sequence[str] = (),
     answer: frozenset[str] | None = None,
 ) -> Marks:
-    """Return a call's marks. An auxiliary call's role is the sub-agent that makes it or, without one, the call's
-    purpose.
+    """Return a call's marks. The role of an auxiliary call is the sub-agent that makes it or, if there is none, the
+    call's purpose.
 
-    `server_tools` are the types of the tools that the server would run, which are not in `completion.tools`. `answer`
-    contains the field names if the answer must be JSON, and is None if it may be any text.
+    `server_tools` are the types of the tools that the server would run, which are not in `completion.tools`. If the
+    answer must be JSON, `answer` contains the field names; it is None if the answer may be any text.
     """
     auxiliary_call = ""
     if any(header in headers for header in _HEADERS) or _system(completion.messages).startswith(_SYSTEMS):
@@ -100,10 +100,10 @@ def _is_answer(wanted: frozenset[str], given: frozenset[str] | None) -> bool:
 
 
 def _request_kind(headers: HeaderMap) -> str:
-    """Return the kind that Codex gives a request, such as `turn`, or "" if it gives none."""
+    """Return the kind that Codex assigns to a request, such as `turn`, or "" if the headers give none."""
     try:
         return decoded(_codex_turn.decode, headers.get(CODEX_TURN, b"{}")).request_kind
-    except msgspec.MsgspecError:  # the header is another program's, or has an unknown form
+    except msgspec.MsgspecError:  # the header is from another program, or has an unknown form
         return ""
 
 

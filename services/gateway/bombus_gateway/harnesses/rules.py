@@ -1,6 +1,6 @@
 """Rules that recognize auxiliary calls, which a harness makes for its own purposes with the episode's key.
 
-Each rule describes calls that were observed from one harness, in the versions listed in
+Each rule describes calls observed from one harness, in the versions listed in
 docs/decisions/0143-auxiliary-calls-and-roles.md. A rule must not match an ordinary call: an agent may have no tools,
 and the first call of an episode may be for a title.
 """
@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 
 class AuxiliaryCallRule(NamedTuple):
-    """The conditions for one kind of a harness's auxiliary calls. A call is of this kind if it meets all of them.
+    """The conditions for one kind of auxiliary call that a harness makes. A call is of this kind if it meets all
+    conditions.
 
-    `header` is the name of a header, `request_kind` the kind in Codex's turn metadata. `system` is the start of the
-    first system message, and `user` are sentences in the last user message. `answer` contains the field names of the
-    JSON that the answer must be, and is empty for any JSON. `only_tool` is the start of the type of the only tool,
-    which the server would run.
+    `header` is the name of a header, and `request_kind` the kind in Codex's turn metadata. `system` is the start of the
+    first system message, and `user` contains sentences in the last user message. If the answer must be JSON, `answer`
+    contains its field names, and is empty for any JSON. `only_tool` is the start of the type of the only tool, which
+    the server would run.
 
     Each rule has a `header`, `request_kind` or `system`, so that most calls are ruled out quickly.
     """
@@ -44,7 +45,7 @@ _QWEN_DREAM = "You are performing a managed memory dream"
 _AIDER_COMMIT = "You are an expert software engineer that generates concise, one-line Git commit messages"
 _AIDER_SUMMARY = "*Briefly* summarize this partial conversation about programming."
 
-# The first rule that applies decides.
+# The first rule that applies is used.
 AUXILIARY_CALL_RULES = (
     AuxiliaryCallRule("Claude Code", "title", CLAUDE_SESSION, without_tools=True, answer=frozenset({"title"})),
     # With --json-schema, the JSON that the user requests is sent as a tool even if all other tools are switched off.

@@ -1,6 +1,7 @@
 """An index of the answers sampled in an episode, by their content. Pure.
 
-The cost of a look-up depends on the length of the given message, not on how many answers were sampled at one place.
+The cost of a look-up depends on the length of the given message, not on how many answers were sampled after the same
+conversation.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +12,7 @@ from bombus_gateway.text.message import ChatMessage
 
 
 class Sampled(Protocol):
-    """An answer that was sampled. `name` is its call and choice.
+    """An answer that was sampled. `name` consists of its call's id and its choice's number.
 
     `digest` covers the conversation including the answer (`Answers.digest_with`).
     """
@@ -33,7 +34,7 @@ AnswerT = TypeVar("AnswerT", bound=Sampled)
 
 
 class Answers(Generic[AnswerT]):
-    """Answers, by the digest of the conversation that each was sampled after, in the order of the log."""
+    """Answers, in the order of the log, by the digest of the conversation after which each was sampled."""
 
     def __init__(self) -> None:
         self._after: dict[bytes, list[AnswerT]] = {}
@@ -74,9 +75,10 @@ class Answers(Generic[AnswerT]):
     def recorded(self, before: bytes, echo: ChatMessage, stops: Collection[str]) -> Sequence[AnswerT]:
         """Return the answers that a message may echo.
 
-        If the message names an answer (`answer_of`) whose call ids or words match, this is the only one. Otherwise they
-        are the answers with its call ids or, failing that, with its words. The arguments of calls may be formatted
-        differently. Answers with exactly the same white space are preferred to others with the same words.
+        If the message names an answer (`answer_of`) whose call ids or words match, only this answer is returned.
+        Otherwise the answers with the message's call ids are returned or, failing that, those with its words. The
+        arguments of calls may be formatted differently. Answers with exactly the same white space are preferred to
+        others with the same words.
         """
         ids = call_ids(echo)
         claimed = self._by_name.get((before, echo["answer_of"])) if "answer_of" in echo else None

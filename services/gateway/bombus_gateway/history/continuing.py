@@ -16,14 +16,14 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.words import strings
 
 KEPT_CHARACTERS_MAX = 32 << 20
-OVERHEAD_CHARACTERS = 1000  # size of a call's objects besides their text
+OVERHEAD_CHARACTERS = 1000  # size of a call's objects in addition to their text
 _UNKNOWN = "There is no call {!r} in episode {}: a request can name only calls of its own episode."
 _NO_ANSWER = "Call {!r} has no chat answer to continue: it was cut off, or it is a plain completion."
 
 
 class _Earlier(msgspec.Struct, frozen=True):
-    """The messages that a choice of a call adds to the conversation that it continues (`parent`). The last is its
-    answer."""
+    """The messages that a choice of a call adds to the conversation that the call continues (`parent`). The last
+    message is the choice's answer."""
 
     messages: tuple[ChatMessage, ...]
     characters: int
@@ -32,7 +32,8 @@ class _Earlier(msgspec.Struct, frozen=True):
 
 
 class EarlierCalls:
-    """Finds earlier calls. Caches the conversations that were continued by name, dropping the least recently used."""
+    """Finds earlier calls. Caches the conversations that requests continued by naming a call, dropping the least
+    recently used."""
 
     def __init__(self, histories: Histories) -> None:
         self._histories = histories
@@ -40,9 +41,9 @@ class EarlierCalls:
         self.characters = 0  # size of all cached messages
 
     async def continued(self, request: CallRequest) -> CallRequest:
-        """Return the request, preceded by the conversation it continues, with the answers that it names filled in.
+        """Return the request, preceded by the conversation that it continues, with the answers that it names filled in.
 
-        A leading system message of that conversation is left out, since it instructed only the earlier request. Raises
+        A leading system message in that conversation is left out, since it instructed only the earlier request. Raises
         `InvalidField` UNKNOWN_CALL, and `Refused` if the log cannot be read.
         """
         if request.completion.answers:
@@ -100,7 +101,7 @@ class EarlierCalls:
         return found[::-1]
 
     async def _ref(self, claims: KeyClaims, call: str, traceparent: str = "") -> CallRef:
-        """Return the reference of a call, which another gateway may have recorded."""
+        """Return the reference to a call, which another gateway may have recorded."""
         conversation = self._histories.conversation(claims)
         ref = conversation.ref_of(call)
         if ref is None:

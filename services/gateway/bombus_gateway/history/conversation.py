@@ -15,7 +15,7 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.words import strings
 
 _OVERHEAD_BYTES = 1500  # size of the objects of a message or an answer, besides its text
-WALKS = 4  # maximum number of remembered requests, so that this many agents of an episode can alternate
+WALKS = 4  # maximum number of remembered requests, so that this many agents in an episode can alternate
 
 
 class Node(msgspec.Struct, frozen=True, eq=False):
@@ -32,7 +32,7 @@ class Node(msgspec.Struct, frozen=True, eq=False):
     completion: bytes = b""
     completion_at: int = 0
     parent: "Node | None" = None
-    digest: bytes = b""  # covers all its messages; empty for a plain completion, which has none
+    digest: bytes = b""  # covers all the node's messages; empty for a plain completion, which has none
     sampled: int = 0
     reasoning: bytes = b""  # digest of the message's reasoning
     message: ChatMessage = {}
@@ -54,7 +54,7 @@ class Node(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def tokens(self) -> bytes:
-        """All tokens of the conversation (int32), joined on each access: stored per node, they would take quadratic
+        """All tokens of the conversation (int32), joined on each access: stored in each node, they would take quadratic
         memory."""
         pieces: list[bytes] = []
         node: Node | None = self
@@ -70,8 +70,8 @@ class Node(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Walk(NamedTuple):
-    """A matched request, kept because in a linear conversation each request begins with the messages of the previous
-    one."""
+    """A matched request, kept because in a linear conversation each request begins with the previous request's
+    messages."""
 
     root: bytes
     stops: tuple[str, ...]
@@ -87,7 +87,7 @@ class Conversation:
     """
 
     def __init__(self) -> None:
-        self.stored_bytes = 0  # log bytes of its records, as far as this gateway wrote or read them
+        self.stored_bytes = 0  # log bytes of the conversation's records, as far as this gateway wrote or read them
         self.bodies = EarlierBodies()
         self.answers: dict[bytes, list[CallRef]] = {}  # by request digest
         self.sampled = Answers[Node]()
@@ -107,14 +107,14 @@ class Conversation:
 
     @property
     def known(self) -> int:
-        """The number of known answers and of known calls without an answer. It never decreases."""
+        """The number of known answers plus the number of known calls without an answer. It never decreases."""
         return len(self._by_call)
 
     def knows(self, ref: CallRef) -> bool:
         return (ref.seq, -1) in self._by_call or (ref.seq, 0) in self._by_call
 
     def ref_of(self, call: str) -> CallRef | None:
-        """Return the reference of the call with this id, if the call is known here."""
+        """Return the reference to the call with this id, if the call is known here."""
         return next((node.ref for node in reversed(self._by_call.values()) if node.ref.id == call), None)
 
     def answers_of(self, calls: Collection[str]) -> dict[str, ChatMessage]:
@@ -127,7 +127,8 @@ class Conversation:
         return self._by_call[ref.seq, 0].prompt
 
     def follow(self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str] = ()) -> Followed[Node]:
-        """Find the longest stored conversation that a request begins with. Its digest chain must begin with `root`."""
+        """Find the longest stored conversation with which a request begins. The conversation's digest chain must begin
+        with `root`."""
         stops, walks = tuple(stops), self._walks
         walk = self._walk_to(root, messages, stops)
         followed = self._gone_on(walk, messages) if walk is not None else None
@@ -157,8 +158,8 @@ class Conversation:
     def _gone_on(self, walk: _Walk, messages: Sequence[ChatMessage]) -> Followed[Node] | None:
         """Continue matching where an earlier request stopped. Return None if that finds no further answer.
 
-        The request then has to be matched from the start, which may now prefer a different one of several equal
-        answers.
+        The request then has to be matched from the start. This may now prefer a different answer among several equal
+        ones.
         """
         followed = follow(self, walk.root, messages, walk.stops, walk.followed)
         return None if followed.count == walk.followed.settled.count else followed
@@ -181,8 +182,8 @@ class Conversation:
         return any(seq == ref.seq for seq, _ in (*self._continued, *self._continuing))
 
     def _walk_to(self, root: bytes, messages: Sequence[ChatMessage], stops: tuple[str, ...]) -> _Walk | None:
-        """Return the earlier request with the most settled messages among those whose settled messages this request
-        begins with."""
+        """Among the earlier requests whose settled messages this request begins with, return the one with the most
+        settled messages."""
         fitting = [
             walk
             for walk in self._walks
@@ -246,7 +247,7 @@ class Conversation:
             self.answers.setdefault(record.request_digest, []).append(ref)
 
     def _unknown(self, node: Node | None) -> Iterator[Node]:
-        """Yield a node and the nodes that it continues, up to the first whose call is known here."""
+        """Yield a node and the nodes that it continues, up to the first node whose call is known here."""
         while node is not None and not self.knows(node.ref):
             yield node
             node = node.parent
@@ -288,7 +289,7 @@ def _walked(
     followed: Followed[Node],
     before: _Walk | None,
 ) -> _Walk:
-    """Return the walk to remember for a request whose match continued that of the request `before`, if any."""
+    """Return the walk to remember for a request whose match continued the match of `before`, if there is one."""
     settled = followed.settled
     given, taken = messages[: settled.given], settled.taken
     outline = followed.outline.extended(followed.messages, taken)

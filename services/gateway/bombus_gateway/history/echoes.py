@@ -46,7 +46,7 @@ class Echo(msgspec.Struct, frozen=True):
 class Settled(msgspec.Struct, Generic[AnswerT], frozen=True):
     """The part of a match that does not depend on later messages. It covers the first `given` messages of a request.
 
-    They correspond to the first `taken` of the matched messages, of which the first `count` end with one of the
+    These correspond to the first `taken` of the matched messages, of which the first `count` end with one of the
     `candidates`.
     """
 
@@ -60,10 +60,10 @@ class Followed(msgspec.Struct, Generic[AnswerT], frozen=True):
     """The messages of a request with its echoes replaced by the sampled answers, and the digest of each prefix.
 
     The first `count` messages end with the last answer that was found. If none was found, there is nothing to extend.
-    `candidates` are the answers that it may be, all with the same words, likeliest first. `doubt` is true if an id or
-    the reasoning of some message shows that it is not the answer it was matched with, but another answer with the same
-    words. `settled` is the part that a longer request need not match again. `outline` describes the first messages, as
-    far as an earlier request settled them.
+    `candidates` are the answers that this last answer may be, all with the same words, likeliest first. `doubt` is true
+    if an id or the reasoning in some message shows that the message is not the answer with which it was matched, but
+    another answer with the same words. `settled` is the part that a longer request need not match again. `outline`
+    describes the first messages, as far as an earlier request settled them.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -93,8 +93,8 @@ def follow(
     """Match the messages of a conversation that begins with `root` to the answers sampled after each of its prefixes.
 
     `stops` are the request's stop strings, because some harnesses append to an answer the stop string that ended it.
-    `before` is the match of an earlier request with the same root and stops. This request begins with its settled
-    messages.
+    `before` is the match of an earlier request with the same root and stops, with whose settled messages this request
+    begins.
     """
     before = before or _NOTHING
     settled = before.settled
@@ -125,7 +125,7 @@ def follow(
 def _echoed(
     episode: SampledEpisode[AnswerT], reached: bytes, messages: Sequence[ChatMessage], at: int, stops: Collection[str]
 ) -> tuple[Echo, Sequence[AnswerT]]:
-    """Return the echo that begins with message `at`, and the answers that it may be, if any."""
+    """Return the echo that begins with message `at`, and the answers that it may echo, if any."""
     sampled = episode.sampled
     if messages[at]["role"] == "assistant" and sampled.after(reached):
         named = sampled.with_ids(reached, _first_id(messages, at))
@@ -137,7 +137,7 @@ def _echoed(
 
 
 def _first_id(messages: Sequence[ChatMessage], at: int) -> list[str]:
-    """Return the first call id, as a list, in the answer whose parts begin at `at`. The list is empty if there are no
+    """Return a list of the first call id in the answer whose parts begin at `at`. The list is empty if there are no
     calls."""
     parts = takewhile(lambda message: message["role"] == "assistant", messages[at : at + PARTS_MAX])
     return next((ids[:1] for part in parts if (ids := call_ids(part))), [])
@@ -243,7 +243,7 @@ def _reasoning(echo: ChatMessage) -> bytes | None:
 def _by_likelihood(
     same: Sequence[AnswerT], echo: ChatMessage, is_continued: Callable[[AnswerT], bool]
 ) -> Sequence[AnswerT]:
-    """Return the answers that an echo may be: those with its reasoning or, if there are none, all of them.
+    """Return the answers that an echo may be: the answers with the echo's reasoning or, if there are none, all of them.
 
     Answers that were not continued come first, so that sub-agents with equal requests and answers each continue a
     different answer.

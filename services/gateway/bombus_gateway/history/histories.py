@@ -20,16 +20,16 @@ from bombus_gateway.settings import GatewaySettings
 log = logging.getLogger(__name__)
 
 LOOKUP_S_MAX = 10.0
-FEW = 128  # with fewer conversations, those of ended episodes are not dropped
+FEW = 128  # with fewer conversations than this, those of ended episodes are not dropped
 READ_AT_ONCE = 16  # maximum number of calls read from the log in one request
 _Key = tuple[str, int, str]  # (engine, run, episode)
 
 
 class Histories:
-    """A cache of conversations. The least recently used are dropped if they take too much memory, as the log has them
-    all.
+    """A cache of conversations. If they take too much memory, the least recently used are dropped, as the log has all
+    of them.
 
-    A dropped conversation that a call still references is reused, so that an episode never has two.
+    A dropped conversation to which a call still holds a reference is reused, so that an episode never has two.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class Histories:
         return found
 
     def _drop_those_over(self) -> None:
-        """Drop the conversations of ended episodes once there are twice as many conversations as remained last time."""
+        """Drop the conversations of ended episodes once there are twice as many conversations as remained after the
+        last time."""
         if len(self._conversations) < self._many:
             return
         for key in [key for key in self._conversations if self._is_over(*key)]:
@@ -71,7 +72,8 @@ class Histories:
         self._many = 2 * max(len(self._conversations), FEW // 2)
 
     def account_for(self, claims: KeyClaims) -> None:
-        """Update the recorded size of a key's conversation if it is cached. Drop others while over the limit."""
+        """Update the recorded size of a key's conversation if the conversation is cached. Drop others while over the
+        limit."""
         key = _key(claims)
         found = self._conversations.get(key)
         if found is not None:
@@ -85,7 +87,8 @@ class Histories:
         self._counted[key] = conversation.memory_bytes
 
     async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
-        """Add the calls of a key's episode that are in the log but not known here. Raises `Refused`.
+        """Add the calls in a key's episode that are in the log but not known here. Raises `Refused` if the log cannot
+        be read.
 
         Only one request per episode does this at a time. It reads a few calls at a time, so that other requests are not
         delayed.

@@ -14,7 +14,7 @@ from bombus.hive.records import DIGEST_BYTES
 from bombus_gateway.text.message import ChatMessage
 
 EXACT_MAX = 2.0**53  # floats represent every whole number exactly up to here
-TOOLS_KEPT = 64  # maximum number of lists of tools whose digest is kept
+TOOLS_KEPT = 64  # maximum number of tool lists whose digest is kept
 TOOLS_BYTES_MAX = 128 << 10  # maximum size of such a list as JSON
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -27,10 +27,10 @@ _kept: dict[tuple[int, ...], tuple[Sequence[Mapping[str, Any]], bytes]] = {}
 def root_digest(
     tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool | int | float | str], shared: bool = False
 ) -> bytes:
-    """Return the digest that a conversation's chain begins with. It covers the tools and the template's variables.
+    """Return the digest with which a conversation's chain begins. It covers the tools and the template's variables.
 
-    It ensures that a conversation is continued only with the tools and variables with which it was rendered. `shared`
-    means that other requests use the same tool objects, whose digest is then computed only once.
+    Thus a conversation is continued only with the tools and variables with which it was rendered. `shared` means that
+    other requests use the same tool objects, whose digest is then computed only once.
     """
     digest = b""
     if tools:

@@ -1,4 +1,4 @@
-"""OpenAI's wire format, behind the interfaces of `call/api.py`: requests are read, answers and errors written."""
+"""OpenAI's wire format, behind the interfaces in `call/api.py`: reads requests, and writes answers and errors."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,8 +1,8 @@
-"""The requests of OpenAI's SDK: decoded strictly, and converted to a neutral `CompletionRequest`. Pure.
+"""The requests that OpenAI's SDK sends: decoded strictly, and converted to a neutral `CompletionRequest`. Pure.
 
-Parameters that do not affect sampling may have any value. A client may request sampling parameters; the job decides
-whether they are used. Unsupported and unknown parameters are listed as `unsupported`; the job decides whether to refuse
-or ignore them. Unknown fields of messages are always ignored.
+Parameters that do not affect sampling may have any value. A client may request sampling parameters; the job determines
+whether they are used. Unsupported and unknown parameters are listed as `unsupported`; the job determines whether to
+refuse or ignore them. Unknown fields in messages are always ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ class _Custom(msgspec.Struct):
 
 
 class _ToolCall(msgspec.Struct):
-    """A call of a function, or of a tool that takes free text."""
+    """A call to a function, or to a tool that takes free text."""
 
     function: _Function | None = None
     custom: _Custom | None = None
@@ -151,7 +151,8 @@ class CompletionBody(_Common, kw_only=True):
 
 
 class _Messages(NamedTuple):
-    """Messages in the form in which they are stored, compared and rendered, and their parts that are not text."""
+    """Messages in the form in which they are stored, compared and rendered, and those of their parts that are not
+    text."""
 
     messages: tuple[ChatMessage, ...] = ()
     left_out: tuple[Unsupported, ...] = ()
@@ -173,7 +174,7 @@ _completion = BodyDecoder(CompletionBody, "prompt")
 def read_chat(body: bytes, before: BodyPrefix = NOTHING_READ) -> OpenAIRequest:
     """Decode the body of `POST /v1/chat/completions`. `before` is the beginning of the body, which was read earlier.
 
-    Raises `Refused`, naming the parameter.
+    Raises `Refused`, naming the parameter that is invalid.
     """
     found, unknown, read, prefix = _read_chat(body, before)
     _check_stream_options(found)
@@ -218,7 +219,7 @@ def read_chat(body: bytes, before: BodyPrefix = NOTHING_READ) -> OpenAIRequest:
 
 
 def read_completion(body: bytes) -> OpenAIRequest:
-    """Decode the body of `POST /v1/completions`. Raises `Refused`, naming the parameter."""
+    """Decode the body of `POST /v1/completions`. Raises `Refused`, naming the parameter that is invalid."""
     found, unsupported = _completion(body)
     _check_stream_options(found)
     if found.echo:
@@ -356,7 +357,7 @@ def _read_messages(before: _Messages | None, items: Sequence[bytes], at: int) ->
 
 
 def _message(found: _Message, place: str, left_out: list[Unsupported]) -> ChatMessage:
-    """Return a message with its text as content, which is None only if the message has calls and no content."""
+    """Return a message with its text as content. The content is None only if the message has calls and no content."""
     _check_role(found, place)
     if found.audio:
         left_out.append(Unsupported(f"{place}.audio", "only text and tool calls are understood", is_content=True))

@@ -31,7 +31,7 @@ class OpenAIEncoder:
         self._head = head
         self._chat = request.completion.chat
         self._logprobs_wanted = request.completion.logprobs
-        self._numbers = defaultdict[int, Iterator[int]](count)  # by choice: numbers for its next calls in a stream
+        self._numbers = defaultdict[int, Iterator[int]](count)  # by choice: the numbers for its next calls in a stream
 
     @property
     def headers(self) -> Sequence[HeaderPair]:
@@ -130,14 +130,15 @@ class OpenAIEncoder:
         return self._piece(token).decode("utf-8", "replace")
 
     def _piece(self, token: int) -> bytes:
-        """Return the bytes of a token. A special token has no text, so its name is returned."""
+        """Return the bytes of a token, or the name of a special token, which has no text."""
         tokenizer = self._head.tokenizer
         name = tokenizer.specials.get(token)
         return name.encode() if name is not None else tokenizer.bytes_of((token,))
 
 
 def _fingerprint(completions: Sequence[Completion]) -> str | None:
-    """Return a text with the oldest and newest policy version that sampled an answer, or one number if equal."""
+    """Return a text with the oldest and newest policy versions that sampled an answer, or with a single number if they
+    are equal."""
     versions = set[int]().union(*(completion.versions for completion in completions))
     return "-".join(["bombus", *map(str, sorted({min(versions), max(versions)}))]) if versions else None
 

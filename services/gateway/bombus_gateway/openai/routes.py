@@ -22,8 +22,8 @@ from bombus_gateway.openai.tokenizing import TokenRoutes
 class OpenAIAPI:
     """The routes for one engine: `chat`, `completions`, `models` and the others are ASGI applications.
 
-    `model` answers the paths below the one of `models`, and `nothing` all other paths that OpenAI's clients may try. At
-    the root (`any_engine`), the key determines the engine.
+    `model` answers the paths below that of `models`, and `nothing` answers all other paths that OpenAI's clients may
+    try. At the root (`any_engine`), the key determines the engine.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:
@@ -46,7 +46,7 @@ class OpenAIAPI:
         await route("GET", self._errors, partial(self._answer_model, name))(scope, receive, send)
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse with an error that says that embeddings are not offered."""
+        """Refuse the request with an error that says that embeddings are not offered."""
         why = "Embeddings are not made here: the hive serves the model that it trains, which only generates text."
         await Responder(send, self._errors).fail(Refused(Code.UNSUPPORTED, why))
 
@@ -60,7 +60,7 @@ class OpenAIAPI:
         await response.whole(msgspec.json.encode({"object": "list", "data": [_model(name) for name in names]}))
 
     def _engines_of(self, headers: HeaderMap) -> Sequence[str]:
-        """Return the engines that a key may ask about. For an episode's key, this is only the episode's engine."""
+        """Return the engines about which a key may ask. For an episode's key, this is only the episode's engine."""
         if self._gateway.clients.refusal(headers.items()) is not None:
             return (self._agents.verify(episode_key(headers), time.time_ns()).engine,)
         return self._engines

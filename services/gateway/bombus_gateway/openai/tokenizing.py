@@ -1,4 +1,4 @@
-"""vLLM's routes that convert texts and conversations to tokens of the episode's model, and tokens to text."""
+"""vLLM's routes that convert texts and conversations to tokens of the episode's model, and tokens back to text."""
 
 import time
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class TokenRoutes:
     async def _received(
         self, headers: HeaderMap, receive: Receive, decode: Callable[[bytes], _BodyT]
     ) -> tuple[_BodyT, CallRequest]:
-        """Return the decoded body of an agent's request, and an empty call request to admit."""
+        """Return the decoded body of an agent's request, and an empty call request to be admitted."""
         now_ns = time.time_ns()
         self._calls.check_ready()
         claims = self._agents.verify(episode_key(headers), now_ns)
@@ -87,7 +87,7 @@ class TokenRoutes:
 
 
 def read_tokenize(body: bytes) -> tuple[TokenizeBody, CompletionRequest]:
-    """Decode the body of `POST /tokenize`. Raises `Refused`, naming the parameter."""
+    """Decode the body of `POST /tokenize`. Raises `Refused`, naming the parameter that is invalid."""
     found = decode_body(_tokenize, body)
     if (found.prompt is None) == (found.messages is None):
         raise BadParameter(Code.MALFORMED, "prompt", "Send either prompt or messages.")
@@ -101,7 +101,8 @@ def read_tokenize(body: bytes) -> tuple[TokenizeBody, CompletionRequest]:
 def _tokenized(
     admitted: Admitted, found: TokenizeBody, completion: CompletionRequest, body_bytes: int
 ) -> tuple[list[int], list[str] | None]:
-    """Return the tokens, and the text of each if requested. Raises `InvalidField` PROMPT_TOO_LONG."""
+    """Return the tokens, and the text of each if requested. Raises `InvalidField` PROMPT_TOO_LONG if there are too
+    many."""
     admitted.check_characters(completion)
     tokens = _tokens(admitted, completion, found.add_generation_prompt)
     decode = partial(admitted.model.tokenizer.decode, with_specials=True)
@@ -117,7 +118,7 @@ def _detokenized(admitted: Admitted, tokens: list[int]) -> str:
 
 
 def _tokens(admitted: Admitted, completion: CompletionRequest, generate: bool) -> list[int]:
-    """Return the tokens of the prompt that a call with these messages, or this text, would have."""
+    """Return the tokens in the prompt of a call with these messages, or this text."""
     model = admitted.model
     if isinstance(completion.prompt, str) and not completion.chat:
         return model.tokenizer.encode(completion.prompt)

@@ -1,4 +1,4 @@
-"""The names of bases that the operator defines for training clients: `--base NAME=PATH`.
+"""The names that the operator defines for training clients' bases: `--base NAME=PATH`.
 
 The log contains only paths, so a name can be given another path while existing models keep their base.
 """
@@ -12,7 +12,7 @@ from bombus.weights.models import ready_made
 
 
 class Bases:
-    """The names that one gateway has for bases."""
+    """One gateway's names for bases."""
 
     def __init__(self, named: Sequence[str]) -> None:
         self._paths = dict(each.split("=", 1) for each in named)
@@ -26,11 +26,11 @@ class Bases:
         return next((name for name, each in self._paths.items() if each == path), path)
 
     def leads_to(self, path: str) -> bool:
-        """Return whether the operator has named this base, so that any client may create models on it."""
+        """Return whether the operator has named the base at this path, so that any client may create models on it."""
         return path in self._paths.values()
 
     def names_of(self, engine: EngineState, may_configure: bool) -> list[str]:
-        """Return the names of all bases on which a client could create a model on an engine now.
+        """Return the names of all bases on which a client could currently create a model on an engine.
 
         A client that may configure a free engine may use any base. If the operator has named none, return the models
         that need neither a folder nor a hub (`ready_made`).
@@ -47,7 +47,7 @@ class Bases:
 
 
 def base_names(engine: EngineState) -> tuple[str, ...]:
-    """Return the names of the base that an engine serves, or would serve if started: its job's model, then its own
+    """Return the names for the base that an engine serves, or would serve if started: its job's model, then its own
     name."""
     configured = _configured(engine)
     return () if configured is None else (configured.model, engine.name)
@@ -69,5 +69,6 @@ def plain_job(base: str) -> RunConfig:
 
 
 def is_replaceable(job: EngineConfigured | None) -> bool:
-    """Return whether a job can be replaced with no setting lost but its base: it is None or was made by a gateway."""
+    """Return whether a job can be replaced without losing any setting but its base: it is None or was made by a
+    gateway."""
     return job is None or (job.model != "" and RunConfig.from_json(job.config) == plain_job(job.model))

@@ -1,4 +1,4 @@
-"""Find the field names in training requests, which show their dialect, and turn answers into HTTP responses."""
+"""Find the field names in training requests, which show the requests' dialect, and turn answers into HTTP responses."""
 
 import msgspec
 from fastapi import Response
@@ -7,7 +7,8 @@ from bombus_gateway.operations_wire.futures import FutureAnswer
 
 
 def names_in(body: bytes) -> frozenset[str]:
-    """Return the field names of a JSON object, or none for anything else, which will be refused when it is decoded."""
+    """Return the field names in a JSON object. Return none for any other body, which will be refused when it is
+    decoded."""
     try:
         return frozenset(msgspec.json.decode(body or b"{}", type=dict[str, msgspec.Raw]))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

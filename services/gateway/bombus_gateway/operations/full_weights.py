@@ -50,7 +50,7 @@ class RegisteredModel:
         self._creating = asyncio.Lock()
 
     def existing(self, model: str, holder: str) -> ClientModel | None:
-        """Return the registered model if it exists and is what a client gets when it creates `model`, or None."""
+        """Return the registered model if it exists and a client that creates `model` gets it. Return None otherwise."""
         found = self._open(holder)
         return found if model == DEFAULT_MODEL and self._is_registered() else None
 
@@ -63,7 +63,7 @@ class RegisteredModel:
     async def create_for(self, submission: Submission, owner: str) -> None:
         """Create the model if this is the first operation that a client sends to it.
 
-        A client that has already sent others had a model that has since ended. It does not get a new model in its
+        If the client has already sent operations, it had a model that has since ended, and gets no new one in its
         place.
         """
         begins = submission.model == DEFAULT_MODEL and submission.seq <= 1
@@ -72,7 +72,10 @@ class RegisteredModel:
         await self.create(owner)
 
     def unborn(self, model: str, holder: str) -> ClientModel | None:
-        """Return the model as it would be created if `model` names it and no client has used it yet, or None."""
+        """Return the registered model as it would be created, if `model` names it and no client has used it yet.
+
+        Return None otherwise.
+        """
         is_new = model == DEFAULT_MODEL and model not in self._operations.clients.models
         if not is_new or not self._is_free(holder) or not self._is_registered():
             return None

@@ -27,7 +27,7 @@ def path_of(kept: KeptWeights) -> CheckpointPath:
 
 
 def found_checkpoint(clients: TrainingClients, path: CheckpointPath, holder: str) -> KeptWeights:
-    """Return a saved model that the holder of a key may read. Raises `Refused` UNKNOWN_MODEL."""
+    """Return a saved model. Raises `Refused` UNKNOWN_MODEL if there is none that the holder of a key may read."""
     kept = clients.kept.get(kept_id(path.model, path.kind, path.name))
     if kept is None or not may_read(kept, holder):
         raise no_checkpoint(path)
@@ -35,7 +35,8 @@ def found_checkpoint(clients: TrainingClients, path: CheckpointPath, holder: str
 
 
 def own_checkpoint(clients: TrainingClients, path: CheckpointPath, holder: str) -> KeptWeights:
-    """Return a saved model that the holder of a key may change or remove. Raises `Refused` UNKNOWN_MODEL."""
+    """Return a saved model. Raises `Refused` UNKNOWN_MODEL if there is none that the holder of a key may change or
+    remove."""
     kept = found_checkpoint(clients, path, holder)
     if not may_use(kept.noted.owner, holder):
         raise no_checkpoint(path)
@@ -47,7 +48,7 @@ def no_checkpoint(path: CheckpointPath) -> Refused:
 
 
 def synced_weights(clients: TrainingClients, kind: CheckpointKind, model: str = "") -> list[KeptWeights]:
-    """Return the weights saved to sync servers, of one model or of all xorl models, newest last."""
+    """Return the weights of one model, or of all xorl models, that were saved to sync servers, newest last."""
     return [
         kept
         for kept in clients.kept.values()
@@ -59,7 +60,7 @@ def synced_weights(clients: TrainingClients, kind: CheckpointKind, model: str = 
 
 
 def is_for_sync(kept: KeptWeights) -> bool:
-    """Return whether a model was saved to sync servers, including by gateways that did not mark such saves.
+    """Return whether a model was saved to sync servers, possibly by a gateway that did not mark such saves.
 
     An unmarked save counts if the time in its name roughly matches when it was saved, and no client has since given it
     a lifetime or metadata, or published it.
@@ -79,7 +80,7 @@ def _second_of(at_s: float) -> str:
 
 
 def found_model(clients: TrainingClients, name: str, holder: str) -> ClientModel:
-    """Return a model that belongs to the holder of a key, even if it has ended. Raises `Refused` UNKNOWN_MODEL."""
+    """Return a model, even if it has ended. Raises `Refused` UNKNOWN_MODEL if the holder of a key has no such model."""
     model = seen_model(clients, name, holder)
     if model is None:
         raise Refused(Code.UNKNOWN_MODEL, f"There is no model {name[:100]} here, or it is gone.")
@@ -87,7 +88,8 @@ def found_model(clients: TrainingClients, name: str, holder: str) -> ClientModel
 
 
 def found_session(clients: TrainingClients, name: str, holder: str) -> TrainingSession:
-    """Return a session that belongs to the holder of a key, even if it has ended. Raises `Refused` UNKNOWN_SESSION."""
+    """Return a session, even if it has ended. Raises `Refused` UNKNOWN_SESSION if the holder of a key has no such
+    session."""
     session = seen_session(clients, name, holder)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or it is gone.")
@@ -111,7 +113,7 @@ def checkpoint_entry(kept: KeptWeights) -> dict[str, object]:
 
 
 def checkpoints_of(clients: TrainingClients, model: str = "") -> list[dict[str, object]]:
-    """Return the saved models, of one model or of all, newest first."""
+    """Return the checkpoints of one model, or of all models, newest first."""
     wanted = [kept for kept in clients.kept.values() if model in ("", kept.noted.model)]
     return [checkpoint_entry(kept) for kept in reversed(wanted)]
 
@@ -166,7 +168,7 @@ def lora_fields(adapter: AdapterShape | None) -> dict[str, object]:
 
 
 def page(entries: Iterable[_T], query: Mapping[str, str]) -> tuple[list[_T], dict[str, int]]:
-    """Return the entries selected by `limit` and `offset` of a query, and the cursor that Tinker's client expects."""
+    """Return the entries selected by a query's `limit` and `offset`, and the cursor that Tinker's client expects."""
     every = list(entries)
     limit, offset = _number(query, "limit", 100), _number(query, "offset", 0)
     limit = min(limit, PAGE_MAX)

@@ -1,4 +1,4 @@
-"""Puts operations of training clients on the log. `results` answers with their results."""
+"""Puts training clients' operations on the log. The module `results` answers clients with the results."""
 
 import uuid
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class OperationLog:
         self._parts = Parts(gateway.bus)
         self._failures: dict[str, tuple[str, Failed]] = {}  # by operation id, each with the owner of the client's key
         # A forgotten session frees its names for reuse, so an id alone does not identify an operation.
-        self._submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body; without their data
+        self._submitted: dict[tuple[str, bytes], Submission] = {}  # by id and body digest, without the operations' data
         self._delivered: dict[int, None] = {}  # arrival numbers of operations whose results were sent
 
     @property
@@ -81,8 +81,9 @@ class OperationLog:
     async def submit(self, session: str, submission: Submission, base: str = "", owner: str = "") -> str:
         """Put an operation on the log, and return the id of its future. On return the operation is durable.
 
-        `session` is "" if the client, whose key's name is `owner`, has no such model. An operation that cannot be
-        executed becomes a failed future. Raises `Refused` if the client has to retry later, and `BusUnavailable`.
+        `owner` is the name of the client's key, and `session` is "" if the client has no such model. An operation that
+        cannot be executed becomes a failed future. Raises `Refused` if the client has to retry later, and
+        `BusUnavailable`.
         """
         model, failure = submission.model, submission.operation
         operation = _on_the_log(submission)
@@ -119,7 +120,7 @@ class OperationLog:
         for attempt in range(1, ATTEMPTS_MAX + 1):
             ref = await self._parts.store(self._gateway.bus.subjects.operation(self.engine, model), body)
             if not _is_numbered(submission):
-                await catch_up(self._gateway.follower)  # its key depends on earlier operations
+                await catch_up(self._gateway.follower)  # the operation's key depends on earlier operations
             message = inbox.Operate(
                 id=uuid.uuid4().hex,
                 engine=self.engine,
@@ -154,9 +155,10 @@ class OperationLog:
         Tinker's clients number the requests to a model, except the request that ends it. In xorl's client each object
         numbers its own requests, and several objects may use one model, concurrently or in turn. An object sends no
         request before the previous one is answered. So an equal number means a repeat only if the body is equal too, no
-        other operation came in between, and it arrives within seconds. The coordinator checks the time, by the clock of
-        the log. A batch or a step is never a repeat if it has no number or its result was already read, as a client may
-        send equal ones on purpose. A save or an end that failed changed nothing, so an equal request executes it again.
+        other operation came in between, and the request arrives within seconds. The coordinator checks the time, by the
+        clock of the log. A batch or a step is never a repeat if it has no number or if its result was already read,
+        since a client may intentionally send equal requests. A save or an end that failed changed nothing, so an equal
+        request executes it again.
         """
         if _is_numbered(submission):
             return str(submission.seq)
@@ -166,7 +168,7 @@ class OperationLog:
         if model is None or not before:
             return f"{stem}1"
         newest = before[-1]
-        of_this_model = newest.number >= model.begun  # not of an earlier model of this name
+        of_this_model = newest.number >= model.begun  # not of an earlier model with this name
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
         is_next = of_this_model and newest.number == model.numbers and not is_new_model
         if isinstance(submission.operation, ForwardBackward | OptimStep):
@@ -206,8 +208,8 @@ class OperationLog:
 
 
 def _on_the_log(submission: Submission) -> Operation:
-    """Return the operation to put on the log. A refused operation becomes `Rejected`, which keeps its place in the
-    order."""
+    """Return the operation to put on the log. A refused operation becomes `Rejected`, so that its place in the order is
+    kept."""
     operation = submission.operation
     return Rejected(failure=operation, counts=submission.counts) if isinstance(operation, Failed) else operation
 

@@ -56,7 +56,7 @@ class OperationResults:
         self._parts = Parts(gateway.bus)
 
     async def result(self, asked: FutureRequest, holder: str, hold_s: float = HOLD_S) -> FutureAnswer:
-        """Return the result or state of an operation. While it waits, hold the answer for up to `hold_s`."""
+        """Return the result or state of an operation. While the operation waits, hold the answer for up to `hold_s`."""
         outcome = await self.outcome(asked.id, hold_s, holder)
         if outcome is None:
             return unknown(asked.id)
@@ -70,8 +70,10 @@ class OperationResults:
         return ready(await asyncio.to_thread(write_result, dialect, submission, outcome), asked)
 
     async def outcome(self, name: str, hold_s: float, holder: str = "") -> Result | Waits | None:
-        """Return an operation's result, or why it still waits after `hold_s`. None if there is none that the holder may
-        see."""
+        """Return an operation's result, or why the operation still waits after `hold_s`.
+
+        Return None if there is no such operation, or none that the holder may see.
+        """
         queued = await self._found(name, holder)
         if queued is None:
             owner, failure = self._operations.failure_of(name) or ("", None)

@@ -1,7 +1,7 @@
 """The routes of training clients, below `/api/v1`, in the dialects of Tinker and xorl.
 
 A request for an operation is answered with the id of its future as soon as the operation is durable. If the request is
-invalid, the future reports the failure: the number is used up, and the client continues with the next one.
+invalid, the future reports the failure: the request's number is used up, and the client continues with the next number.
 """
 
 import time
@@ -168,7 +168,8 @@ class TrainingRoutes:
         return JsonResponse({"supported_models": [{"model_name": name, **known} for name in names]})
 
     def _context(self) -> int | None:
-        """Return the longest sequence that the job and the replicas allow, or None if there are neither."""
+        """Return the longest sequence that the job and the replicas allow, or None if there is neither a job nor a
+        replica."""
         engine = self._operations.state
         job = job_of(engine)
         lengths = [replica.sequence_tokens for replica in engine.usable.values() if replica.sequence_tokens]
@@ -237,7 +238,8 @@ class TrainingRoutes:
         return JsonResponse({"model_id": there.name, "status": "created", "type": "create_model"})
 
     async def _equal(self, submission: Submission, holder: str) -> ClientModel | None:
-        """Return the model that xorl's client wants to create if it already exists and is the same, or None."""
+        """Return the model that xorl's client wants to create, if an identical model already exists. Return None
+        otherwise."""
         known, wanted = await self._sessions.model(submission.model, holder), submission.operation
         if known is None or known.closed is not None or not isinstance(wanted, CreateModel):
             return None
@@ -378,7 +380,8 @@ class TrainingRoutes:
     async def _readable(self, submission: Submission, load: LoadWeights, holder: str) -> Submission:
         """Return the load, or a failed submission if the client may not read the checkpoint.
 
-        If the client owns the checkpoint's model, the load does not fail here: a pending operation may still save it.
+        If the client owns the checkpoint's model, the load does not fail here: a pending operation may still save the
+        checkpoint.
         """
         path = path_of_operation(load.checkpoint)
         try:

@@ -83,7 +83,10 @@ class Sessions:
         return session
 
     async def beat(self, body: bytes, holder: str) -> None:
-        """Record a heartbeat. Raises `Refused` SESSION_OVER, after which the client stops sending them."""
+        """Record a heartbeat.
+
+        Raises `Refused` SESSION_OVER if the session has ended or is unknown; the client then stops sending heartbeats.
+        """
         session = beating_name(body)
         known = await found(self._gateway.follower, lambda: self._beating(session, holder))
         self._gateway.heartbeats.touch_session(self._operations.engine, known.session)
@@ -92,7 +95,7 @@ class Sessions:
         model = seen_model(self._operations.clients, name, holder)  # xorl's clients call their model a session
         known = seen_session(self._operations.clients, name if model is None else model.session, holder)
         if known is None or known.ended is not None:
-            raise Refused(Code.SESSION_OVER, f"Session {name[:100]} has ended here; open another one.")
+            raise Refused(Code.SESSION_OVER, f"Session {name[:100]} has ended; open a new one.")
         return known
 
     def waits_for(self, operation: str, holder: str) -> None:
@@ -111,7 +114,7 @@ class Sessions:
         await self._gateway.carry_out(close)
 
     async def found(self, session: str, holder: str) -> TrainingSession:
-        """Return a session that belongs to the holder of a key. Raises `Refused` UNKNOWN_SESSION."""
+        """Return a session. Raises `Refused` UNKNOWN_SESSION if the holder of a key has no such session."""
         return await found(self._gateway.follower, lambda: found_session(self._operations.clients, session, holder))
 
     async def model(self, name: str, holder: str) -> ClientModel | None:
@@ -143,10 +146,11 @@ class Sessions:
             )
 
     async def begin_sampling(self, session: str, base: str, headers: RawHeaders) -> None:
-        """Let a session sample from a base, or from checkpoints on it. Start a run if the engine is offline.
+        """Prepare a session to sample from a base, or from checkpoints based on it. Start a run if the engine is
+        offline.
 
-        Do nothing if a run of another kind is active. Raises `Refused` if the engine serves another base, and in the
-        same cases as `base`.
+        Do nothing if a run of another kind is active. Raises the same errors as `base`, and `Refused` if the engine
+        serves another base.
         """
         engine, known = self._operations.state, self._operations.clients.sessions.get(session)
         if engine.phase != Phase.OFFLINE and not engine.serves_operations:
@@ -165,10 +169,10 @@ class Sessions:
     async def base(self, wanted: str, headers: RawHeaders) -> str:
         """Return the engine's name for the base that a client names. `headers` are those of the client's request.
 
-        If the engine has no job, or is offline with a job that a gateway made for another base, configure it with a job
-        for this base. Raises `Refused` if its job was not made by a gateway, or if the client may not configure the
-        engine. A client may do so if it has the admin key, if the hive has no admin key, or if the operator named the
-        base.
+        If the engine has no job, or is offline with a job that a gateway made for another base, configure the engine
+        with a job for this base. Raises `Refused` if the job to be replaced was not made by a gateway, or if the client
+        may not configure the engine. A client may do so if it has the admin key, if the hive has no admin key, or if
+        the operator named the base.
         """
         engine = self._operations.state
         names = base_names(engine)

@@ -56,7 +56,7 @@ def read_save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes) -> Su
 
     A Tinker client's existing checkpoint is replaced only if the client asks for it. xorl's clients cannot ask and
     reuse the same name, so their checkpoints are replaced. A checkpoint that begins a sampling session is named after
-    its number.
+    the session's number.
     """
     model, seq = addressed(dialect, body)
     return submitted(model, seq, lambda: _saved(dialect, kind, body, (model, seq)))

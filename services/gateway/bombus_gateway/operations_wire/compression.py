@@ -10,7 +10,8 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# A frame may ask for a window of 2 GiB. Those of Tinker's client fit the 8 MiB that RFC 8878 requires of every decoder.
+# A frame may ask for a window of 2 GiB. The windows of Tinker's client fit into the 8 MiB that RFC 8878 requires every
+# decoder to support.
 _OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
 
 
@@ -18,7 +19,7 @@ def decompressed(encoding: str, body: bytes, bytes_max: int = limits.TRAINING_BO
     """Return a decompressed body, decompressing no more than `bytes_max`.
 
     Raises `Refused`: UNSUPPORTED for an encoding other than zstd, MALFORMED unless the body is a single whole frame,
-    and TOO_LARGE.
+    and TOO_LARGE if the result would be larger.
     """
     named = encoding.strip().lower()
     if named in ("", "identity"):

@@ -34,8 +34,8 @@ _ALWAYS_XORL = ("forward", "abort_gradient_epoch", "kill_session", "list_checkpo
 def dialect_of(path: str, content_type: str, fields: Container[str], model: str = "") -> TrainingDialect:
     """Return the dialect of a request, from its path below `/api/v1/`, the names in its JSON body, and its model.
 
-    A model id in the form of Tinker's client settles it, since a model's dialect determines how its gradient is
-    reduced.
+    If the model's id has the form that Tinker's client makes, nothing else matters, since a model's dialect determines
+    how its gradient is reduced.
     """
     route = path.rpartition("/api/v1/")[2].strip("/")
     if is_tinkers(model) or route in _ALWAYS_TINKER:

@@ -32,7 +32,8 @@ class NewEndpoint(msgspec.Struct, frozen=True):
 
 
 class SyncRequest(msgspec.Struct, frozen=True):
-    """A sync of `model`; "" means the default or only model. Servers call the weights `label`; "" lets us choose."""
+    """A sync of `model`; "" means the default or only model. `label` names the weights on servers; if it is "", we
+    choose."""
 
     model: str = ""
     label: str = ""
@@ -62,20 +63,20 @@ _syncs = msgspec.json.Decoder(_Sync)
 
 
 def read_new_endpoint(body: bytes) -> NewEndpoint:
-    """Read a new endpoint. Raises `Refused`."""
+    """Read a new endpoint. Raises `Refused` if the body is invalid."""
     given = decode_body(_new_endpoints, body)
     _check_pools([given.pool])
     return NewEndpoint(_address(given), given.world_size, given.sync_weights)
 
 
 def read_endpoint(body: bytes) -> Endpoint:
-    """Read the address of an endpoint. Raises `Refused`."""
+    """Read the address of an endpoint. Raises `Refused` if the body is invalid."""
     given = decode_body(_olds, body)
     return _address(given)
 
 
 def read_sync(body: bytes) -> SyncRequest:
-    """Read a request for a sync. Fields for NCCL are accepted and ignored. Raises `Refused`."""
+    """Read a request for a sync. Fields for NCCL are accepted and ignored. Raises `Refused` if the body is invalid."""
     given = decode_body(_syncs, body or b"{}")
     if is_given(given.quantization):
         raise Refused(Code.UNSUPPORTED, "quantization is not offered: weights are sent as they are served.")

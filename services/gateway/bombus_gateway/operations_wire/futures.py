@@ -37,7 +37,7 @@ _retrieves = msgspec.json.Decoder(_Retrieve)
 
 
 def read_retrieve(body: bytes) -> FutureRequest:
-    """Read a `retrieve_future`. Raises `Refused` MALFORMED."""
+    """Read a `retrieve_future`. Raises `Refused` MALFORMED if the body is invalid."""
     given = decode_body(_retrieves, body)
     of_tinker = given.allow_metadata_only is not None
     dialect = TrainingDialect.TINKER if of_tinker else TrainingDialect.XORL

@@ -24,7 +24,7 @@ from bombus_gateway.operations_wire.submission import (
 )
 
 ADAMW = "adamw"
-ENDED_S = 30 * 86_400.0  # how long a killed model is kept, the same as one whose session has ended
+ENDED_S = 30 * 86_400.0  # how long a killed model is kept, the same as for a model whose session has ended
 
 
 class AdapterDefaults(msgspec.Struct, frozen=True, kw_only=True):

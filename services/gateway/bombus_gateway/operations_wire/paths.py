@@ -56,7 +56,7 @@ def read_loaded_path(text: str, model: str) -> CheckpointPath:
 
     In addition to the forms of `read_path`, these are paths below xorl's checkpoint folder, `MODEL/NAME` and
     `FOLDER/MODEL/NAME` (where FOLDER is, for example, `sampler_weights`), and paths below our own checkpoint folder,
-    `MODEL/KIND/NAME`. Raises `Refused`.
+    `MODEL/KIND/NAME`. Raises `Refused` for any other name.
     """
     match text.split("/"):
         case [other, name] if other not in _FOLDERS:

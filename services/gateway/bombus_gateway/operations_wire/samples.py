@@ -42,7 +42,7 @@ def write_samples(
     """Return samples as protobuf.
 
     `prompt_logprobs` are float32, one for each token of the prompt, with NaN for the first token and for tokens that
-    were not scored. Raises `ValueError` in the same cases as `checked_finish`.
+    were not scored. Raises the same `ValueError` as `checked_finish`.
     """
     answer = SAMPLE_RESPONSE(prompt_cache_hit_tokens=cached_prompt_tokens)
     for sample in samples:

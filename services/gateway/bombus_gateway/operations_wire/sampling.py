@@ -181,7 +181,7 @@ def _read_address(body: bytes) -> tuple[str, int]:
 
 
 def sample_accepted(submission: SampleSubmission) -> dict[str, object]:
-    """Return the answer to an `asample`. Its id for each sample is required by the client."""
+    """Return the answer to an `asample`. The client requires an id for each sample."""
     asked = submission.asked
     count = asked.samples if isinstance(asked, SampleRequest) else 1
     ids = [f"{submission.request_id}:{index}" for index in range(count)]

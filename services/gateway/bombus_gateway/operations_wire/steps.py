@@ -60,7 +60,7 @@ def read_optim_step(dialect: TrainingDialect, body: bytes, job: RateDefaults = N
     In xorl's dialect, `learning_rate` and `gradient_clip` beside `adam_params` take precedence over those in it, and
     the defaults are those of its client: 1e-4 and 5. A clip of 0 or less disables clipping. With an `lr_schedule`, the
     rate is the schedule's rate at the model's next step. Without one, a given rate is used unchanged, and a missing
-    rate is taken from the engine's `job` if that has a schedule.
+    rate is taken from the engine's `job` if the job has a schedule.
     """
     model, seq = addressed(dialect, body)
     return Submission(model=model, seq=seq, operation=attempted(lambda: _step(dialect, body, job)))

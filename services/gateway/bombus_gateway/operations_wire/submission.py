@@ -16,7 +16,7 @@ from bombus_gateway.operations_wire.dialects import TrainingDialect
 # times a number of up to 10^9.
 SeqId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-DEFAULT_MODEL = "default"  # xorl's name for a model whose client gives none
+DEFAULT_MODEL = "default"  # xorl's name for a model that its client does not name
 
 _MadeT = TypeVar("_MadeT")
 NOT_GIVEN = msgspec.Raw(b"null")  # the default for JSON fields that are decoded later
@@ -31,8 +31,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
     A request whose model and number can be read is always answered with a future, so an invalid request has a `Failed`
     operation. `counts` says whether the operation adds to the gradient. `metadata` is kept with the model or
-    checkpoint. A checkpoint for a sampler may come with the id of the sampling session that it begins. If it is
-    `inflight`, it moves the model's existing inflight samplers to the new weights.
+    checkpoint. A checkpoint for a sampler may come with the id of the sampling session that it begins. An `inflight`
+    checkpoint moves the model's existing inflight samplers to the new weights.
     """
 
     model: str
@@ -63,7 +63,7 @@ _addresses = msgspec.json.Decoder(_Address)
 
 
 def addressed(dialect: TrainingDialect, body: bytes) -> tuple[str, int]:
-    """Return the model that a JSON body is for, and its number. Raises `Refused` MALFORMED.
+    """Return the model that a JSON body is for, and its number. Raises `Refused` MALFORMED if they cannot be read.
 
     In Tinker's dialect both are required.
     """

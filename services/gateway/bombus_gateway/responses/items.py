@@ -1,7 +1,7 @@
 """Reads the items of a request's `input` into messages. Pure.
 
-One answer of the model comes back as several items, such as reasoning, text and calls. Consecutive items from the model
-form one message, unless their ids name different calls.
+One answer from the model comes back as several items, such as reasoning, text and calls. Consecutive items from the
+model form one message, unless their ids name different calls.
 """
 
 import copy
@@ -21,7 +21,7 @@ from bombus_gateway.text.message import ChatMessage
 _ROLES = {"user": "user", "system": "developer", "developer": "developer", "assistant": "assistant"}
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _CALLS = ("function_call", "custom_tool_call")
-_ours = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+|bombus:([0-9a-f]{32})")  # the ids and encrypted contents we make
+_ours = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+|bombus:([0-9a-f]{32})")  # the ids and encrypted contents that we make
 
 
 class InputItem(msgspec.Struct):
@@ -139,7 +139,7 @@ class InputReader:
         calls.append({"id": _required(item.call_id, f"{place}.call_id"), "type": "function", "function": function})
 
     def _read_reference(self, item: InputItem, place: str) -> None:
-        """Put the whole answer of a call in the place where one of its items is referred to.
+        """Put the whole answer of a call in the place where an item refers to part of the answer.
 
         No client sends back one item of an answer without the others.
         """

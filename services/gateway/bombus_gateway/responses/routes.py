@@ -50,7 +50,7 @@ class ResponsesDialect:
 
 
 class ResponsesAPI:
-    """The routes for one engine: `create` is an ASGI application, and so is `stored`, for the paths below it.
+    """The routes for one engine, as two ASGI applications: `create`, and `stored` for the paths below that of `create`.
 
     At the root (`any_engine`), the key determines the engine.
     """

@@ -69,8 +69,8 @@ def forms_of(functions: Sequence[Mapping[str, Any]]) -> dict[str, ToolForm]:
 
 
 def text_of_arguments(arguments: str) -> str:
-    """Return the text that a model passed to a custom tool. If it has another form, return everything that the model
-    wrote."""
+    """Return the text that a model passed to a custom tool. If the arguments have another form, return everything that
+    the model wrote."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

@@ -28,7 +28,7 @@ from bombus_gateway.call.workers import CLIENTS
 from bombus_gateway.context import Gateway
 from bombus_gateway.rollout_groups.reading import RecordReader
 
-ARRIVAL_S = 1.0  # how long to wait until the log says that a sent batch has arrived
+ARRIVAL_S = 1.0  # how long to wait for the log to say that a sent batch has arrived
 ATTEMPTS_MAX = 4
 WRITERS_MAX = 4  # number of threads that write the parts of batches
 AT_ONCE_MAX = 16  # bodies that one request stores or fetches concurrently
@@ -66,7 +66,8 @@ class GroupLog:
         self._gateway.heartbeats.touch_environment(self.engine, environment)
 
     def may_act_for(self, environment: int, holder: str) -> bool:
-        """Return whether the holder of a key may act for an environment, which must be the holder's own or unknown."""
+        """Return whether the holder of a key may act for an environment, which must be unknown or belong to the
+        holder."""
         known = self.trajectories.queue.environments.get(environment)
         return known is None or may_use(known.owner, holder)
 
@@ -90,7 +91,7 @@ class GroupLog:
         """Put groups on the log, all or none. Return how many sequences each group's environment then holds.
 
         An entry is None if its group was queued immediately. On return the groups are durable. A group loses its
-        environment if that is unknown or belongs to a key other than the sender's.
+        environment if the environment is unknown or belongs to a key other than the sender's.
 
         Without a `key`, a push of the same bytes within a short time is a repeat. The coordinator measures that time,
         since the fold has no clock but the time of the last event. Raises `Refused` and `BusUnavailable`.
@@ -158,10 +159,10 @@ class GroupLog:
                 raise Refused(Code.MALFORMED, f"Group {number} of this push: {why}" if len(groups) > 1 else why)
 
     def _may_be_refused(self, key: str, share: str, size: int) -> bool:
-        """Return whether a push may be refused or a repeat, in which case storing its bodies would only fill the
+        """Return whether a push may be refused or may be a repeat, in which case storing its bodies would only fill the
         stream.
 
-        If so, ask the coordinator before storing them. It answers BODY_GONE if they are needed.
+        If so, ask the coordinator before storing the bodies. It answers BODY_GONE if they are needed.
         """
         takes_none = self.state.phase != Phase.OFFLINE and not self.state.queues_groups
         is_repeated = key in self.trajectories.pushes
@@ -243,7 +244,8 @@ class GroupLog:
         """Return a reader of the groups' records. The first records, and any that were missing before, are read
         immediately.
 
-        Raises `LogCorrupted` if one of these is gone, and `BusUnavailable`. For later records, the reader raises.
+        Raises `LogCorrupted` if one of these is gone, and `BusUnavailable`. The reader raises these errors for later
+        records.
         """
         refs = [group.body for group in groups if group.body is not None]
         for ref in self._lost.intersection(refs):
@@ -285,7 +287,8 @@ def _recorded(group: RolloutGroup) -> Recorded:
 
 
 def _key_of(records: Sequence[Recorded], holder: str) -> str:
-    """Return the key of a push that has none, from its holder and its records, which include their environment."""
+    """Return a key for a push that was sent without one, made from its sender and its records, which include their
+    environment."""
     return digest(holder.encode() + b"".join([record.digest for record in records])).hex()
 
 

@@ -1,7 +1,7 @@
 """The routes of Atropos's trajectory API, for unmodified environments and trainers of Atropos.
 
-Refusals have the same form as those of Atropos's server. A request that only has to wait gets a 5xx, on which its
-client retries.
+Refusals have the form that Atropos's server uses. A request that only has to wait gets a 5xx, on which its client
+retries.
 """
 
 import logging
@@ -127,7 +127,7 @@ def _piece(parts: Iterator[bytes]) -> bytes:
 
 
 class DeliveredBatch(StreamingResponse):
-    """A batch. It counts as delivered once all of it was written to a connection that is still open."""
+    """A batch. It counts as delivered once all of it has been written to a connection that is still open."""
 
     def __init__(
         self,
@@ -219,9 +219,9 @@ class GroupRoutes:
     async def batch(self, request: Request) -> Response:
         """Hand out the next batch. A batch that was not fully sent is handed out again.
 
-        A trainer that says which batch it has (`after`) gets the same next batch until it says that it has that one.
-        Lost groups are given up, and the next batch is made from the remaining ones. A client whose key is not the
-        trainer's is answered as if no trainer had registered.
+        A trainer that says which batch it has (`after`) gets the same next batch until it says that it has that next
+        batch. Lost groups are given up, and the next batch is made from the remaining ones. A client whose key is not
+        the trainer's is answered as if no trainer had registered.
         """
         trainer = self._groups.trajectories.trainer
         if trainer is not None and not may_use(trainer.owner, self._gateway.holder_of(request)):
@@ -257,7 +257,7 @@ class GroupRoutes:
 
     async def _delivered(self, batch: HandedOut, after: int | None) -> None:
         if after is not None:
-            return  # the trainer itself confirms it with its next request
+            return  # the trainer itself confirms the batch with its next request
         try:
             await self._groups.delivered(batch)
         except (BusUnavailable, Refused) as error:  # the batch will be handed out again

@@ -24,7 +24,8 @@ class SwarmErrorAnswer(BaseModel):
 class EngineStatusAnswer(BaseModel):
     """`global_step` counts optimizer steps. `failure` says why the last run ended, `suspended` why this run waits.
 
-    Calls are answered while there are `serving_replicas`. `pool_episodes` have ended but are not in a batch yet.
+    Calls are answered while `serving_replicas` is positive. `pool_episodes` counts the episodes that have ended but are
+    not in a batch yet.
     """
 
     engine_status: Phase
@@ -58,7 +59,8 @@ class DifferencesAnswer(BaseModel):
 
 
 class StartedAnswer(SuccessAnswer):
-    """`begun` names the checkpoint at which the run begins, or says why it begins at none. "" if there was none."""
+    """`begun` names the checkpoint at which the run begins, or says why it begins without one. It is "" if there was no
+    checkpoint."""
 
     pid: int
     run: int
@@ -82,7 +84,7 @@ class FailedCommandAnswer(BaseModel):
 
 
 class EpisodeAccess(BaseModel):
-    """An episode's id, which is secret and for its client, and the URL and key for its agent."""
+    """An episode's id, which only its client may know, and the URL and key for its agent."""
 
     episode_uuid: str
     openai_base_url: str

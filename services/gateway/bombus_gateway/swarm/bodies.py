@@ -64,13 +64,13 @@ class ThrottlePolicyBody(ContractBody):
 class ClaimEpisode(ContractBody):
     client_uuid: Identifier
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float | None = None  # None: the server derives it from how long steps take
+    discard_episode_timeout: float | None = None  # if None, the server derives it from how long steps take
     throttle_policy: ThrottlePolicyBody | None = None
 
 
 class WorkflowOutputBody(ContractBody):
     """`reward` is one number, a list with one number for each completed call in order, or an object with one number by
-    each call's id (the answer's `id`, without `chatcmpl-`). Auxiliary calls that the job masks get none.
+    each call's id (the answer's `id`, without `chatcmpl-`). Auxiliary calls that the job masks get no reward.
 
     A metric may be a list, in which case its mean counts. Any other value that the log cannot store is left out, with a
     warning in the gateway's log.
@@ -111,7 +111,8 @@ class PushVerboseLog(ContractBody):
 
 
 class ReplayLatestCall(ContractBody):
-    """The episode whose latest call is requested. If empty, any episode of the engine, which requires the admin key."""
+    """The episode whose latest call is requested. An empty id means any of the engine's episodes, and requires the
+    admin key."""
 
     episode_uuid: Annotated[str, Field(max_length=128)] = ""
 
@@ -128,7 +129,7 @@ class OwnClaim(OwnBody):
     claim_id: Identifier
     count: Annotated[int, Field(ge=1, le=limits.EPISODES)] = 1
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float | None = None  # None: the server derives it from how long steps take
+    discard_episode_timeout: float | None = None  # if None, the server derives it from how long steps take
     wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S)] = 20.0
     # How long this claim_id has waited so far. The claim that has waited longest is served first.
     waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
@@ -198,8 +199,8 @@ class NamedEpisodes(OwnBody):
 
 
 class AbortEpisodes(NamedEpisodes):
-    """Aborts episodes. `failure` is the kind of failure, if any. Without it, `infra` says that no model is to blame, so
-    the episodes do not count in the statistics of their groups."""
+    """Aborts episodes. `failure` is the kind of failure, if any. Without `failure`, `infra` says that no model is to
+    blame, so the episodes do not count in their groups' statistics."""
 
     infra: bool = False
     detail: Annotated[str, Field(max_length=1000)] = ""

@@ -1,5 +1,5 @@
-"""The routes of multi-model episodes, each of which is one episode on each of several engines. The routes are at the
-root."""
+"""The routes of multi-model episodes, at the root. Each multi-model episode is one episode on each of several
+engines."""
 
 from collections.abc import Sequence
 
@@ -97,9 +97,9 @@ class MultiModelRoutes:
         return JsonResponse({"success": True})
 
     async def touch(self, request: Request) -> Response:
-        """Keep episodes alive, along with the other episodes of each one's multi-model episode.
+        """Keep episodes alive, along with all other episodes of the same multi-model episodes.
 
-        The reply lists the episodes that are over, and the usage of the other episodes' calls so far.
+        The reply lists the episodes that are over, and the usage so far of the calls in the episodes that are not.
         """
         _, body = await self._context.read(request, bodies.NamedEpisodes)
         by_engine: dict[str, list[str]] = {}

@@ -179,7 +179,7 @@ class EpisodeRoutes:
     async def touch_episodes(self, request: Request) -> Response:
         """Keep episodes alive while their agents make no calls.
 
-        The reply lists the episodes that are over, and the usage of the other episodes' calls so far.
+        The reply lists the episodes that are over, and the usage so far of the calls in the episodes that are not.
         """
         _, body = await self._context.read(request, bodies.NamedEpisodes)
         held = await self._context.held(body.client_uuid, body.episode_uuids)
@@ -201,7 +201,8 @@ class EpisodeRoutes:
         return JsonResponse(views.episode_buffer(self._context.state, self._context.base_url(request)))
 
     async def replay_latest_llm_call(self, request: Request) -> Response:
-        """Return `{input, output}` of an episode's newest complete call or, with the admin key, of all episodes'."""
+        """Return `{input, output}` of the newest complete call of an episode or, with the admin key, of all
+        episodes."""
         _, body = await self._context.read(request, bodies.ReplayLatestCall)
         ref = views.latest_call(self._context.state, self._replayed(request, body.episode_uuid))
         if ref is None:
@@ -215,7 +216,8 @@ class EpisodeRoutes:
     def _replayed(self, request: Request, claimed_id: str) -> str:
         """Return the name of the episode whose call is requested, or "" for any episode.
 
-        Only a request with the hive's admin key may read the calls of all episodes. If there is no admin key, none may.
+        Only a request with the hive's admin key may read the calls of all episodes. If the hive has no admin key, no
+        request may.
         """
         if claimed_id:
             return self._context.gateway.keys.episode_of(claimed_id)

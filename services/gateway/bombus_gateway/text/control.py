@@ -69,12 +69,13 @@ class ControlTokens:
         return self._pattern.findall(text)
 
     def replaced(self, text: str, words: Mapping[str, str]) -> str:
-        """Return a text in which each control token's name that is a key of `words` is replaced by its value there."""
+        """Return a text with control tokens' names replaced by their values in `words`. Names that are not in `words`
+        are kept."""
         return self._pattern.sub(lambda found: words.get(found.group(), found.group()), text)
 
     def placeholders(self, names: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
-        """Return a character for each name. None of these occurs in `texts`, either as it is or escaped as in ASCII
-        JSON.
+        """Return a character for each name. None of these characters occurs in `texts`, whether as it is or escaped as
+        in ASCII JSON.
 
         Raises `Refused` if there are fewer such characters than names.
         """

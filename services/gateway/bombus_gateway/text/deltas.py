@@ -29,14 +29,14 @@ Delta = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 class DeltaReader(Protocol):
-    """Reads one completion while it is generated, and returns its deltas."""
+    """Reads one completion while it is being generated, and returns its deltas."""
 
     def feed(self, text: str) -> list[Delta]:
         """Read new text, and return the deltas that can no longer change."""
         ...
 
     def finish(self) -> list[Delta]:
-        """Return the deltas that were held back, because the completion has ended."""
+        """End the completion, and return the deltas that were held back."""
         ...
 
 

@@ -11,7 +11,7 @@ import msgspec
 from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus_gateway.text.message import ChatMessage, id_for_model
 
-WORD = "bumblebee"  # stands for a text in probes of a template
+WORD = "bumblebee"  # used in place of a text in probes of a template
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -27,7 +27,7 @@ class Form(msgspec.Struct, frozen=True):
     """The form in which a template expects messages.
 
     `parts`: texts are lists of parts. `text_arguments`: a call's arguments are JSON text, not a mapping.
-    `fill_content`: a message without content gets an empty content. `short_ids`: call ids have nine letters and digits.
+    `fill_content`: a message without content gets empty content. `short_ids`: call ids have nine letters and digits.
     `developer_as_system`: the template renders the role `system` but not `developer`.
     """
 
@@ -98,7 +98,8 @@ def user(content: str) -> ChatMessage:
 
 
 def call_of(words: Sequence[str], prefix: str = "call") -> ChatMessage:
-    """Return an assistant's message with one call of `TOOL` for each word. Call ids are the prefix and a number."""
+    """Return an assistant's message with one call of `TOOL` for each word. Each call's id is the prefix and a
+    number."""
     return {
         "role": "assistant",
         "content": None,
@@ -122,8 +123,8 @@ SAMPLES: list[list[ChatMessage]] = [  # conversations with each of the roles
 
 
 def find_form(template: ChatTemplate) -> Form:
-    """Return the form in which a template expects messages, or the default form if the template renders none of those
-    tried."""
+    """Return the form in which a template expects messages, or the default form if the template renders none of the
+    forms tried."""
     parts = not _shows(template, Form(), [user(WORD)]) and _shows(template, Form(parts=True), [user(WORD)])
     found = Form(parts=parts)
     conversation = [user("look"), call_of([WORD]), {"role": "tool", "tool_call_id": "call_0", "content": "rose"}]

@@ -150,7 +150,7 @@ class TextGuard:
         return self._control.names - self._special_names
 
     def _excess(self, found: Rendered, allowed: Counter[int] | None) -> str | None:
-        """Return the name of a control token that is in the rendering more often than `allowed`, or None."""
+        """Return the name of a control token that occurs more often in the rendering than in `allowed`, or None."""
         if allowed is None:
             return next(iter(found.placeholders), "")
         count = self._control.count(self._control.encode(found.text, found.placeholders, guarded=found.suspect))
@@ -207,7 +207,7 @@ class _Trial:
         return True
 
     def _is_same(self, text: str) -> bool:
-        """Return whether this is the rendering without placeholders, though perhaps in another order, as some templates
+        """Return whether a text is the rendering without placeholders, perhaps in another order, since some templates
         sort names."""
         if text == self._plain:
             return True

@@ -52,7 +52,8 @@ class LossCheck:
         self.shows_calls = all(map(self._shows_words, _CALLS))
 
     def _shows_words(self, messages: Sequence[ChatMessage]) -> bool:
-        """Return whether the rendering contains the arguments of all calls. True if they are refused."""
+        """Return whether the rendering contains the arguments of all calls. Return true if the template refuses the
+        messages."""
         rendered = self._rendered(messages, [TOOL])
         words = (WORD, _OTHER)[: len(messages[1]["tool_calls"])]
         return rendered is None or all(word in rendered for word in words)

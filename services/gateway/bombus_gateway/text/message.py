@@ -9,8 +9,8 @@ import re
 from typing import Any
 
 # Has `role` and text `content`, and optionally `name`, `tool_calls`, `tool_call_id` and `reasoning_content`. A message
-# in a request may also have `answer_of`, a model call and the number of a choice, if a call id made by the gateway
-# shows that the message is this answer. It distinguishes equal answers, and is neither stored nor rendered.
+# in a request may also have `answer_of` (a model call and the number of a choice), if a call id made by the gateway
+# shows that the message is this choice. The field distinguishes equal answers, and is neither stored nor rendered.
 ChatMessage = dict[str, Any]
 
 OWN_CHARACTERS_MAX = 64  # the longest id written by the model that is kept

@@ -31,7 +31,7 @@ class PartEncoder:
         self.splits = bool(self._ids) and self._is_same_in_parts()
 
     def encode(self, text: str) -> list[int]:
-        """Return the same tokens for a text as the tokenizer itself."""
+        """Encode a text. The tokens are the same as the tokenizer itself would return."""
         return self._in_parts(text) if self.splits else encoded(self._fast, text)
 
     def _in_parts(self, text: str) -> list[int]:
@@ -69,7 +69,7 @@ class PartEncoder:
 
 
 def _separators(fast: Fast) -> dict[str, int]:
-    """Return a map from names to ids of the added tokens that are found in a text before it is normalized.
+    """Return the ids, by name, of the added tokens that are found in a text before it is normalized.
 
     Returns an empty map if any added token includes white space, or if the tokenizer treats the start of a text
     differently.

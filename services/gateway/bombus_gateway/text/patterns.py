@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the names; the longest if several match."""
+    """Return a pattern that matches any of the names, and the longest if several match."""
     return re.compile(_branches(set(names) - {""}) or r"(?!)")
 
 

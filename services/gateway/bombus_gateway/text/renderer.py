@@ -140,7 +140,8 @@ class TemplateRenderer:
     # ---- prompts ----
 
     def adapted(self, messages: Sequence[ChatMessage], outline: HistoryOutline = NO_OUTLINE) -> Sequence[ChatMessage]:
-        """Return messages whose roles the template knows: if it does not know `developer`, this becomes `system`."""
+        """Return messages whose roles the template knows: if it does not know the role `developer`, that role becomes
+        `system`."""
         places = (*outline.others, *range(outline.known, len(messages)))
         if not self.form.developer_as_system or all(messages[at]["role"] != "developer" for at in places):
             return messages
@@ -184,7 +185,7 @@ class TemplateRenderer:
         return self.extend_as_given(history, completion_at, messages, count, tools) if tail is None else tail
 
     def extend_by(self, history: bytes, completion_at: int, shorter: Dialogue) -> list[int] | None:
-        """Return the tokens of `extend` by rendering a `shortened` conversation; None if the whole conversation is
+        """Return what `extend` returns, by rendering a `shortened` conversation, or None if the whole conversation is
         needed."""
         try:
             return self.extend_as_given(history, completion_at, *shorter)
@@ -200,7 +201,7 @@ class TemplateRenderer:
         count: int,
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        """Return the tokens of `extend` by rendering the given messages without shortening them."""
+        """Return what `extend` returns, by rendering the given messages without shortening them."""
         for given in _forms_of_calls(messages, count, self._losses.shows_calls):
             tail = self._extended(history, completion_at, given, count, tools)
             if tail is not None:
@@ -218,8 +219,8 @@ class TemplateRenderer:
         count: int,
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        # Reasoning is searched for in the whole prompt; anything else needs only its end, and copying the whole takes
-        # long.
+        # Reasoning is searched for in the whole prompt. For anything else the prompt's end is enough, and copying the
+        # whole prompt takes long.
         since = 0 if self.reading.reasoning else max(completion_at - PROMPT_END_TOKENS, 0)
         prompt, completion = history[4 * since : 4 * completion_at], unpack_tokens(history[4 * completion_at :])
         probe = self._probe(prompt, completion, messages, count, free_word(strings([messages, tools])))
@@ -313,7 +314,8 @@ class TemplateRenderer:
         return repr(sorted(self._template.variables.items()))
 
     def _goes_on(self, trial: Dialogue, keep: Keep) -> bool:
-        """Return whether shortening a trial leaves its continuation unchanged. True if the trial is refused."""
+        """Return whether shortening a trial leaves its continuation unchanged. Return true if the template refuses the
+        trial."""
         found = short(*trial, (), keep)
         assert found is not None
         whole = self._continuations(trial, trial)
@@ -398,7 +400,7 @@ class TemplateRenderer:
         return shown and not alone.rpartition(probe.last)[2].startswith(between)
 
     def _after_completion(self, after: str, ended: int | None, called: bool, rendered: Rendered) -> list[int] | None:
-        """Encode the text that follows a completion; None if the template ends the completion differently.
+        """Encode the text that follows a completion. Return None if the template ends the completion differently.
 
         `after` is the text after the completion's last word, `ended` the stop token that ended the completion, and
         `called` says whether the completion has calls.
@@ -418,7 +420,8 @@ class TemplateRenderer:
             place = places[0][0]
         else:
             place = 0
-        # The text is encoded after a control token: some tokenizers mark the beginning of a text, and this is not one.
+        # The text is encoded after a control token, since some tokenizers mark the beginning of a text, and this is not
+        # a beginning.
         context = next(iter(names.values()), "")
         tokens = self._encode(context + after[place:], rendered)
         return tokens[1:] if context else tokens
@@ -442,7 +445,7 @@ class TemplateRenderer:
     def _rendered(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
     ) -> Rendered:
-        """Render a conversation so that none of its texts can forge control tokens. Raises `TemplateRefused`,
+        """Render a conversation so that none of its texts can forge control tokens. Raises `TemplateRefused` and
         `Refused`."""
 
         def render(parts: Sequence[Any]) -> str:
@@ -481,9 +484,10 @@ class TemplateRenderer:
         return calls_come_singly(self._text, self.reading)
 
     def reasoning_after(self, prompt: bytes) -> Thinking | None:
-        """Return the marks of the reasoning with which the completion of a prompt (int32) may begin; None if it cannot.
+        """Return the marks of the reasoning with which the completion of a prompt (int32) may begin.
 
-        `open` is empty if the prompt ends with the opening mark.
+        Return None if the completion cannot begin with reasoning. `open` is empty if the prompt ends with the opening
+        mark.
         """
         thinking, end = self.reading.thinking, self._end_of(prompt).rstrip()
         if thinking is None or end.endswith(thinking.close):
@@ -534,8 +538,8 @@ def _forms_of_calls(messages: Sequence[ChatMessage], count: int, shows_calls: bo
     """Yield the messages as they are, and then, if message `count` has calls, with empty text in that message.
 
     Some templates end a turn of calls only if its content is empty text. Others drop calls that have text next to them
-    (`shows_calls` is false). For these, the template's text after the calls alone also follows the sampled text and
-    calls.
+    (`shows_calls` is false). For such templates, the text that they write after calls alone is also used after sampled
+    text and calls.
     """
     yield messages
     last = messages[count - 1]
@@ -544,8 +548,8 @@ def _forms_of_calls(messages: Sequence[ChatMessage], count: int, shows_calls: bo
 
 
 def _with_last_calls(messages: Sequence[ChatMessage], count: int) -> list[ChatMessage] | None:
-    """Return the messages with only the last call in each of the first `count`; None if each already has at most one
-    call."""
+    """Return the messages with only the last call in each of the first `count`. Return None if each already has at most
+    one call."""
     if all(len(message.get("tool_calls") or ()) < 2 for message in messages[:count]):
         return None
     return [

@@ -29,8 +29,9 @@ class Keep(Enum):
 class ToolsKept(NamedTuple):
     """Which tools stay in the shorter conversations of one template.
 
-    Some templates repeat the tools before a new question but not before results, so the answer depends on the messages
-    after the last answer. None means that leaving out the middle would change how the conversation is continued.
+    Some templates repeat the tools before a new question but not before results, so the tools that stay depend on the
+    messages after the last answer. None means that leaving out the middle would change how the conversation is
+    continued.
     """
 
     before_results: Keep | None = None

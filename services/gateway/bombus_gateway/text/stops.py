@@ -80,8 +80,8 @@ def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:
 def _ends(
     render: RenderText, names: Collection[str], turn: ChatMessage, following: ChatMessage, within: Sequence[str]
 ) -> list[str]:
-    """Return the name of the special token that ends a turn, in a list. If there is none, return those that begin the
-    next."""
+    """Return the name of the special token that ends a turn, in a list. If there is none, return the names of those
+    that begin the next turn."""
     ending, continued = _after(render, turn), _after(render, turn, following)
     common = common_start(ending, continued)
     next_turn = continued.removeprefix(common).lstrip()
@@ -91,7 +91,7 @@ def _ends(
 
 
 def _rendered(render: RenderText, *turns: ChatMessage) -> str:
-    """Return the rendering of a question and the given turns; empty if the template refuses them."""
+    """Return the rendering of a question and the given turns, or an empty text if the template refuses them."""
     tools = [TOOL] if any("tool_calls" in turn for turn in turns) else []
     try:
         return render([user("look"), *turns], tools, turns[-1]["role"] != "assistant")
@@ -104,7 +104,7 @@ def _after(render: RenderText, *turns: ChatMessage) -> str:
 
 
 def _between(render: RenderText, turn: ChatMessage) -> str:
-    """Return the text that the template writes between the two words of a turn; empty if it drops one of them."""
+    """Return the text that the template writes between the two words of a turn, or an empty text if it drops a word."""
     _, first, rest = _rendered(render, turn).rpartition(_FIRST)
     between, last, _ = rest.partition(_LAST)
     return between if first and last else ""
@@ -121,6 +121,6 @@ def _before_call(render: RenderText, call: ChatMessage) -> str:
 
 
 def _last(names: Iterable[str], text: str) -> list[str]:
-    """Return a list with the name of the last special token in a text; empty if the text contains none."""
+    """Return a list with the name of the last special token in a text, or an empty list if the text contains none."""
     place, _, name = max(((text.rfind(name), len(name), name) for name in names), default=(-1, 0, ""))
     return [name] if place >= 0 else []

@@ -126,9 +126,9 @@ def _marked(stops: Sequence[str], names: Mapping[int, str], marks: Mapping[int, 
 
 
 def tokens_of_parts(pieces: Sequence[bytes], parts: Iterable[str]) -> int:
-    """Count the tokens that contain any of these `parts` of their text. `pieces` has the bytes of each token.
+    """Count the tokens that contain any of these `parts` of the tokens' text. `pieces` has the bytes of each token.
 
-    The parts are in order. Counting ends at the first part that is not found, which has bytes that are not a whole
+    The parts are in order. Counting ends at the first part that is not found, because it has bytes that are not a whole
     character.
     """
     text = b"".join(pieces)

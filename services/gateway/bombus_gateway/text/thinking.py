@@ -21,7 +21,7 @@ NEAREST = {
     "xhigh": ("xhigh", "max", "high"),
     "max": ("max", "xhigh", "high"),
 }
-_COMMON = ("low", "medium", "high")  # tried with every template; other efforts only if the word is in its source
+_COMMON = ("low", "medium", "high")  # tried with every template; others only if the template's source has the word
 _BUDGET = "thinking_budget"  # in tokens
 # The variables that turn thinking on and off, and their values for on and off.
 _SWITCHES: dict[str, tuple[bool | int | str, bool | int | str]] = {

@@ -23,7 +23,8 @@ E = TypeVar("E", bound=AdapterEntry)
 
 
 class AdapterStore(Generic[E]):
-    """Adapters by address, up to `bytes_max` in total. To make room, the least recently used idle one is dropped."""
+    """Adapters by address, up to `bytes_max` in total. To make room, the least recently used idle adapter is
+    dropped."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -92,7 +93,8 @@ class AdapterStore(Generic[E]):
         self.bytes -= adapter.bytes
 
     def _to_drop(self, wanted: int) -> list[str]:
-        """Return the adapters to drop to make room for `wanted` bytes. Raises `Refused` if that cannot free enough."""
+        """Return the adapters to drop to make room for `wanted` bytes. Raises `Refused` if not enough can be
+        dropped."""
         if wanted > self.bytes_max:
             raise Refused(
                 Code.TOO_LARGE,

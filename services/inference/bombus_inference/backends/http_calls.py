@@ -24,7 +24,10 @@ SendRequest = Callable[[Generate, list[int]], FrameBatches]
 
 
 class BackendFailed(BombusError):
-    """The backend's server cannot be reached, broke off, or gave an invalid answer. Another replica may succeed."""
+    """Raised if the backend's server cannot be reached, ends an answer early, or returns an invalid one.
+
+    Another replica may succeed.
+    """
 
 
 class HttpCalls:
@@ -42,7 +45,8 @@ class HttpCalls:
         return len(self._open)
 
     def add(self, ticket: int, request: Generate, run: int, limits: Limits, send: SendRequest) -> None:
-        """Start a request by calling `send` with it and its prompt, or refuse it if `limits` or `run` forbid it."""
+        """Start a request by calling `send` with the request and its prompt, or refuse it if `limits` or `run` forbid
+        it."""
         try:
             prompt = limits.check(request, run)
             if len(self._open) >= self._open_max:
@@ -71,7 +75,7 @@ class HttpCalls:
             self.refuse(ticket, fault)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until no request is open. Return false if some still are after `timeout_s`."""
+        """Wait until no request is open. Return false if some requests are still open after `timeout_s`."""
         if self._open and timeout_s > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -113,7 +117,8 @@ class HttpCalls:
 
 
 async def check_answer(response: httpx.Response) -> None:
-    """Raise `Refused` for a request that the server does not accept, `BackendFailed` for one that it cannot serve."""
+    """Raise `Refused` for a request that the server does not accept, and `BackendFailed` for one that it cannot
+    serve."""
     if response.status_code == 200:
         return
     body = await response.aread()

@@ -9,7 +9,7 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import TEMPERATURE_MIN, SamplingParams, unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
-CHOICES_MAX = 256  # `n` of one request; Tinker's clients may request this many samples of a prompt
+CHOICES_MAX = 256  # `n` of one request; Tinker's clients may request this many samples for one prompt
 PENALTY_MAX = 2.0  # OpenAI's and vLLM's limit
 REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # outside this range, logits may overflow float32
 BIAS_MAX = 100.0  # OpenAI's limit; vLLM clamps larger values to it

@@ -128,8 +128,8 @@ class InferenceBackend(Protocol):
         """Serve this policy. Within a run, weights change in place while requests run; a new run starts from scratch.
 
         A slow load calls `report_stage` with each of its stages. Raises `EngineFault`; never serves weights under a
-        wrong version. Before it serves, it compares what the policy computes with what is `expected`: returns the
-        result, or None if they could not be compared, or raises `CanaryFailed`, after which it serves nothing.
+        wrong version. Before serving, the backend compares what the policy computes with what is `expected`. It returns
+        the result, or None if the two could not be compared, or raises `CanaryFailed`, after which it serves nothing.
         """
 
     async def unload(self) -> None:

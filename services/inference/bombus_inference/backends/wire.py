@@ -52,7 +52,7 @@ class ServerAnswer(Struct):
     error: ServerError | None = None
 
     def check(self) -> None:
-        """Raise `BackendFailed` with the server's own message if this is an error."""
+        """Raise `BackendFailed` with the server's own message if this answer is an error."""
         if self.error is not None:
             raise BackendFailed(self.error.message)
 

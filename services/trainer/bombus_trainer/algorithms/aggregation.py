@@ -1,4 +1,4 @@
-"""How much a trained token of each episode weighs in an update's loss. Episodes without trained tokens do not count."""
+"""How much each episode's trained tokens weigh in an update's loss. Episodes without trained tokens do not count."""
 
 
 def episode_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:

@@ -110,8 +110,8 @@ def off_policy_sequences(
 ) -> Tensor:
     """Find the tokens [N] of sequences whose mean of log(pi_sampler / pi_policy) exceeds `delta`.
 
-    Off-policy sequence masking leaves out those of them that have a negative advantage. DeepSeek-V3.2,
-    arXiv:2512.02556, section 3.1; slime's OPSM.
+    Off-policy sequence masking leaves out those tokens that have a negative advantage. DeepSeek-V3.2, arXiv:2512.02556,
+    section 3.1; slime's OPSM.
     """
     divergence_S = sequence_means((sampler_N - logprobs_N).detach(), sequences_N, sequences)
     return (divergence_S > delta)[sequences_N]

@@ -58,7 +58,7 @@ class LossInputs:
 
 @dataclass(frozen=True, eq=False)
 class TokenTerms:
-    """Each token's term [N] (with gradient), its ratio, and whether a bound changed it."""
+    """Each token's term [N] (with gradient), its ratio, and whether it was clipped."""
 
     terms_N: Tensor
     ratio_N: Tensor | None = None
@@ -246,7 +246,8 @@ SURROGATES: dict[Loss, Callable[[LossInputs, TrainerSettings], TokenTerms]] = {
 
 
 def reference_kl(estimator: KlEstimator, logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor) -> Tensor:
-    """Estimate the KL to the reference at each token [N], weighted by current / old if the estimator needs that."""
+    """Estimate the KL to the reference at each token [N], weighted by current / old if the estimator needs that
+    weight."""
     estimates_N = KL_ESTIMATES[estimator](logprobs_N, reference_N)
     if not estimator.importance_weighted:
         return estimates_N

@@ -46,7 +46,8 @@ def soft_penalty(record: CallRecord, settings: TrainerSettings) -> float:
 
 
 def penalties(records: tuple[CallRecord, ...], settings: TrainerSettings) -> list[float]:
-    """Return the penalty for each call, to add to the call's reward; the worst is added to the episode's reward."""
+    """Return the penalty for each call, to add to the call's reward; the worst penalty is added to the episode's
+    reward."""
     match settings.config.overlong:
         case Overlong.PENALTY:
             return [settings.config.overlong_penalty * soft_penalty(record, settings) for record in records]

@@ -41,13 +41,13 @@ class StepBackend(ABC, Generic[P]):
     @property
     @abstractmethod
     def peak_flops(self) -> float | None:
-        """The peak FLOPs per second of one rank's device; None if unknown."""
+        """The peak FLOPs per second of one rank's device, or None if unknown."""
 
     @abstractmethod
     def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> Sequence[P | None]:
         """Return this rank's micro-batches of these sequences. Every rank returns the same number.
 
-        None stands for a micro-batch that this rank does not have and need not compute.
+        None takes the place of a micro-batch that this rank does not have and need not compute.
         """
 
     @abstractmethod
@@ -145,7 +145,8 @@ class StepBackend(ABC, Generic[P]):
     def _old_logprobs(
         self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
     ) -> Floats | None:
-        """Compute the logprobs of all the batch's terms before its first update; None if there is only one update."""
+        """Compute the logprobs of all the batch's terms before its first update, or return None if there is only one
+        update."""
         parts = mini_batches(batch, self.settings, step, epoch=0)
         if len(parts) * self.settings.config.ppo_epochs <= 1:
             return None
@@ -185,7 +186,7 @@ def batch_metrics(groups: list[EpisodeGroup], batch: PreparedBatch) -> dict[str,
 
 
 def _of_calls(batch: PreparedBatch) -> dict[str, float]:
-    """Return the metrics about calls; none for a batch of rollout groups, whose sequences have no calls."""
+    """Return the metrics about calls. A batch of rollout groups has none, since its sequences have no calls."""
     if not batch.calls:
         return {}
     return {

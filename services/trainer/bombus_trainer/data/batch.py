@@ -28,10 +28,10 @@ from bombus_trainer.settings import TrainerSettings
 
 @dataclass(frozen=True, eq=False)
 class GivenTokens:
-    """A sequence that an environment has scored. `sequence` has its tokens; None if all of them are masked.
+    """A sequence that an environment has scored. `sequence` has its tokens, or is None if all of them are masked.
 
-    If `zeroed`, its advantages are 0. Otherwise they are `advantages_T`, if given. If not, its score is compared with
-    the scores of its group, and the result is the advantage of each trained token.
+    If `zeroed`, the sequence's advantages are 0; otherwise they are `advantages_T`, if given. If neither applies, its
+    score is compared with the scores of its group, and the result is the advantage of each trained token.
     """
 
     sequence: TokenSequence | None
@@ -66,8 +66,8 @@ class EpisodeCalls:
     def without_auxiliary_calls(self) -> "EpisodeCalls":
         """Return the episode with its auxiliary calls, and their rewards, removed from the records.
 
-        The auxiliary calls stay as context, so that calls that continue them are merged with their tokens. All rewards
-        are kept if they cover only the other calls, as in a job that masks auxiliary calls.
+        The auxiliary calls stay as context, so that calls that continue an auxiliary call are merged with its tokens.
+        All rewards are kept if they cover only the other calls, as in a job that masks auxiliary calls.
         """
         ours = [not record.auxiliary_call for record in self.records]
         rewards = self.call_rewards
@@ -276,7 +276,8 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
 
 
 def answer_ends(batch: PreparedBatch) -> dict[str, Flags]:
-    """Return masks of the batch's terms: those that are the first, or the last, trained token of an answer."""
+    """Return two masks of the batch's terms: those that are the first trained token of an answer, and those that are
+    the last."""
     first, last = np.zeros(batch.terms, dtype=np.bool_), np.zeros(batch.terms, dtype=np.bool_)
     for entry in (entry for group in batch.groups for entry in group.sequences):
         positions = np.flatnonzero(entry.sequence.loss_mask_T)

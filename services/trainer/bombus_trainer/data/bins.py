@@ -10,8 +10,8 @@ from heapq import heapreplace
 
 
 def greedy(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """Fill bins in the order of the documents, each until the next does not fit. A document that is too long gets its
-    own bin."""
+    """Fill bins in the order of the documents, starting a new bin whenever the next document does not fit. A document
+    that is too long gets its own bin."""
     bins: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -44,7 +44,8 @@ def best_fit(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 
 
 def padded(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """Fill bins for rows that are padded to the longest in their bin: longest documents first, one bin after another.
+    """Fill bins for rows that are padded to the longest row in their bin: longest documents first, one bin after
+    another.
 
     Documents of about the same length thus share a bin, whose cost is its longest length times its number of documents.
     """

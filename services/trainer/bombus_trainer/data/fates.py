@@ -28,7 +28,7 @@ class TrainedTerms:
         self.weights_N: Floats = np.zeros(batch.terms, dtype=np.float32)
 
     def note(self, items: Iterable[TrainingItem], masked_ids: Ints) -> None:
-        """Record an update made with these sequences, without the surrogates of the terms `masked_ids`."""
+        """Record an update made with these sequences, without the surrogates of the terms in `masked_ids`."""
         for item in items:
             ids = item.terms.ids_N
             self.weights_N[ids] = np.where(self.updates_N[ids] > 0.0, self.weights_N[ids], item.terms.weights_N)
@@ -41,8 +41,8 @@ def step_tokens(
 ) -> StepTokens:
     """Return what became of the sampled tokens of a batch's episodes.
 
-    Tokens are counted where they end up: those in the loss as its terms, all others in the records of their calls. So
-    if merging loses or repeats a token, an episode's counts do not add up to the number of tokens it sampled.
+    Tokens in the loss are counted as its terms, and all other tokens in the records of their calls. So if merging loses
+    or repeats a token, an episode's counts do not add up to the number of tokens it sampled.
     """
     found: dict[str, Counter[Fate]] = {}
     weights: dict[str, float] = {}

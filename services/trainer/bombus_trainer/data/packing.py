@@ -50,7 +50,8 @@ class TrainingItem:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [start, start + length) of a row, at positions [depth, depth + length), after `parent` (-1: none)."""
+    """Tokens [start, start + length) of a row, at positions [depth, depth + length), after segment `parent` (-1 if
+    none)."""
 
     start: int
     length: int
@@ -115,8 +116,8 @@ class _Trie:
         self._last_tokens: Ints = np.zeros(0, dtype=np.int64)
 
     def shared(self, tokens: Ints) -> int:
-        """Return how many of these tokens are present and worth sharing. Splitting a node is not worthwhile for only a
-        few."""
+        """Return how many of these tokens are present and worth sharing. Splitting a node to share only a few tokens is
+        not worthwhile."""
         if self._last is None or self.shared_tokens_min is None:
             return 0
         common = common_prefix(self._last_tokens, tokens)
@@ -171,10 +172,11 @@ def shard_bins(items: Sequence[TrainingItem], settings: TrainerSettings, ranks: 
 def pack(
     items: Iterable[TrainingItem], bin_tokens: int, share_prefixes: bool = True, shared_tokens_min: int = 16
 ) -> list[Bin]:
-    """Fill bins of at most `bin_tokens` computed tokens; a longer sequence gets its own bin. Deterministic.
+    """Fill bins of at most `bin_tokens` computed tokens; a longer sequence gets its own bin. The result is
+    deterministic.
 
     With `share_prefixes`, sequences are added in lexicographic order, otherwise in the given order. Each goes into the
-    bin of the one before if there is room. Nothing is padded, so a bin that is not full costs nothing extra.
+    same bin as the previous one if there is room. Nothing is padded, so a bin that is not full costs nothing extra.
     """
     if share_prefixes:
         return list(_shared_bins(items, bin_tokens, shared_tokens_min))

@@ -13,9 +13,9 @@ from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 class ReadBatch:
     """A batch as read from the log.
 
-    `lost` maps the name of each episode or rollout group that was left out to the reason. `stale` maps the name of each
-    episode that is too old to its age. `gone` has the positions within the batch of the rollout groups whose bodies
-    turned out to be lost during this read.
+    `lost` maps each episode or rollout group that was left out, by name, to the reason. `stale` maps each episode that
+    is too old, by name, to its age. `gone` has the positions within the batch of the rollout groups whose bodies were
+    found to be lost during this read.
     """
 
     groups: tuple[EpisodeGroup, ...]
@@ -29,8 +29,8 @@ async def read_batch(
 ) -> ReadBatch:
     """Read all calls of a batch, each checked against its reference. Raises `BusUnavailable`.
 
-    Auxiliary calls are only context, unless `auxiliary_calls` says that the job trains on them. Episodes with a token
-    more than `max_staleness` versions old are left out; None means no limit.
+    Auxiliary calls are only context, unless `auxiliary_calls` is true because the job trains on them. Episodes with a
+    token more than `max_staleness` versions old are left out; None means no limit.
     """
     try:
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]

@@ -19,7 +19,7 @@ class BodyReader(Protocol):
     """A source of the bodies of groups, such as the parts on the bus."""
 
     async def fetch(self, ref: BodyRef) -> bytes:
-        """Return a body. Raises `LogCorrupted` if it is gone, or `BusUnavailable`."""
+        """Return a body. Raises `LogCorrupted` if the body is gone, or `BusUnavailable` if the bus is down."""
         ...
 
 
@@ -45,7 +45,7 @@ async def read_rollout_groups(
             gone.append(number)
             continue
         why = why_not_trained(group, tokens_max)
-        if why:  # it was pushed before this run began and its trainer's limits were known
+        if why:  # the group was pushed before this run began, when the trainer's limits were not yet known
             lost[name] = why
         else:
             found.append(group_of(name, group))
@@ -79,7 +79,7 @@ def group_of(name: str, group: RolloutGroup) -> EpisodeGroup:
 def _sequence(
     episode: str, tokens: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None, handling: Handling
 ) -> TokenSequence | None:
-    """Return a sequence up to its last trained token, or None if it has none.
+    """Return a sequence up to its last trained token, or None if it has no trained tokens.
 
     Logprobs are NaN if the sampler's are unknown. The versions that sampled the tokens are never known (-1).
     """

@@ -18,7 +18,7 @@ SUFFIXES = (".pt", ".parquet")
 def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
     """Write a file in the format of its suffix. The file appears only once it is complete.
 
-    Raises `EngineFault` for any other suffix, or if the library for it is missing.
+    Raises `EngineFault` for any other suffix, or if the library that writes the format is missing.
     """
     if path.suffix not in SUFFIXES:
         raise EngineFault(f"{path} is refused: samples are written as {' or '.join(SUFFIXES)}")

@@ -65,7 +65,7 @@ def samples_of(
     decode: Decode | None = None,
     client_metadata: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Sample]:
-    """Return the samples of a batch that `prepare` made of these groups. An episode without trained tokens has no
+    """Return the samples of a batch that `prepare` made from these groups. An episode without trained tokens has no
     samples.
 
     Without `decode`, the texts are empty. `client_metadata` maps episodes to their clients' metadata, whose `label`
@@ -135,7 +135,7 @@ def _sample(place: _SamplePlace, entry: PreparedSequence, episode: EpisodeCalls,
 
 
 def _status(sequence: TokenSequence, last: CallRecord) -> Status:
-    """Return `TRUNCATED` if the choice that ends the sequence was cut off by a length limit."""
+    """Return `TRUNCATED` if the choice that ends the sequence was cut off by a length limit, otherwise `COMPLETED`."""
     for choice in last.choices:
         tokens = choice.token_ids()
         if choice.finish == FinishReason.LENGTH and sequence.tokens_T[-len(tokens) :].tolist() == tokens:

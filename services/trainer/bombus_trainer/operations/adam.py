@@ -29,7 +29,7 @@ def check_adam(adam: AdamParams) -> None:
 
 
 def _why_no_schedule(schedule: RateSchedule) -> str:
-    """Return why a schedule is invalid; "" if it is valid."""
+    """Return why a schedule is invalid, or "" if it is valid."""
     if schedule.kind not in KINDS:
         return f"the schedule of the learning rate is {schedule.kind[:40]!r}: it must be one of {', '.join(KINDS)}"
     if schedule.warmup_steps < 0 or not 0.0 <= schedule.min_ratio <= 1.0:

@@ -40,9 +40,9 @@ class TokenBatch:
     """The data of an operation: S sequences with P tokens and M targets in total.
 
     `items` are to be packed; their terms are numbered from 0 to M - 1 in the caller's order. The arrays are indexed by
-    these numbers. They are the loss's `inputs`, whether a target counts (`counted_M`), whether it is its token's first
-    target that counts (`first_M`), its token (`rows_M`, below P) and its sequence (`sequences_M`, below S). `shapes`
-    has the shape of each datum's targets.
+    these numbers. They hold the loss's `inputs`, whether a target counts (`counted_M`) and is the first of its token's
+    targets that counts (`first_M`), and the token (`rows_M`, below P) and sequence (`sequences_M`, below S) that the
+    target belongs to. `shapes` has the shape of each datum's targets.
     """
 
     items: tuple[TrainingItem, ...]
@@ -92,7 +92,8 @@ def _cut(values: Floats, ends: Ints, shapes: Sequence[tuple[int, ...]]) -> list[
 
 
 def read_batch(data: Sequence[Datum], loss: ClientLoss, limits: DataLimits) -> TokenBatch:
-    """Check and flatten an operation's data. Raises `Refused`, naming the datum (from 0), the input and the limit."""
+    """Check and flatten an operation's data. Raises `Refused` if they are invalid, naming the datum (counted from 0),
+    the input and the limit."""
     total = sum(len(datum.tokens) // 4 for datum in data)
     if total > limits.tokens_max:
         raise Refused(
@@ -155,8 +156,8 @@ class _Read:
     counted_M: Floats
 
     def item(self, ids_M: Ints) -> TrainingItem:
-        """Return the item to pack. Its last token is 0: by default it would be the last label, but here targets are
-        explicit."""
+        """Return the item to pack. The last of its tokens is 0: by default that would be the last label, but here
+        targets are explicit."""
         zeros = np.zeros(len(ids_M), dtype=np.float32)
         terms = Terms(ids_M, self.targets_M, np.ones(len(ids_M), dtype=np.float32), zeros, zeros, zeros)
         return TrainingItem(np.append(self.tokens_N, 0), self.rows_M + 1, terms)

@@ -64,10 +64,10 @@ class CheckpointName:
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The facts of a model's checkpoint. `weights` is the name of the file with its weights.
+    """The facts about a model's checkpoint. `weights` is the name of the file with its weights.
 
-    `operation` is the caller's name for the operation that wrote it. `unstepped` describes the gradient since the last
-    step. The gradient itself is saved only if there is a file for it.
+    `operation` is the caller's name for the operation that wrote the checkpoint. `unstepped` describes the gradient
+    since the last step. The gradient itself is saved only if there is a file for it.
     """
 
     base: str
@@ -121,7 +121,7 @@ class CheckpointFolder:
         """
         if overwrite or not self._has(name):
             return write_checkpoint(self._path(name), facts, fill, self._drafts, self._epoch)
-        with suppress(CheckpointLost):  # a damaged one was written by another operation or an older trainer
+        with suppress(CheckpointLost):  # a damaged checkpoint was written by another operation or an older trainer
             found = self.read(name)
             if facts.operation and found.facts.operation == facts.operation:
                 return found

@@ -30,7 +30,8 @@ COMBINED: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 class GradientEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The operations and tokens added to the gradient since the last step, and, if one of them `failed`, why."""
+    """The operations and tokens added to the gradient since the last step. If one of the operations failed, `failed`
+    says why."""
 
     operations: int = 0
     tokens: int = 0
@@ -69,8 +70,8 @@ class TrainedClientModel(TrainedModel):
     def forward_backward(self, batch: TokenBatch, loss: ClientLoss, forward_only: bool) -> Scores:
         """Compute the loss of a batch, and add its gradient unless `forward_only`.
 
-        Each rank computes a part. Raises `Refused` if the loss is not finite. Any gradient added before that remains,
-        so the caller must then call `fail_gradient`.
+        Each rank computes a part. Raises `Refused` if the loss is not finite. Any gradient that was already added then
+        remains, so the caller must call `fail_gradient`.
         """
         targets, ranks = len(batch.counted_M), self.base.ranks
         logprobs_M, terms_M = np.zeros(targets, dtype=np.float32), np.zeros(targets, dtype=np.float32)
@@ -158,8 +159,8 @@ class TrainedClientModel(TrainedModel):
     def take_step(self, adam: AdamParams, reduction: Reduction) -> StepTaken:
         """Take a step with the gradient, and clear it. A step without a gradient is counted but changes nothing.
 
-        Raises `Refused`. If the parameters are invalid, nothing changes; if the gradient is incomplete or not finite,
-        it is cleared.
+        Raises `Refused` if the parameters are invalid, in which case nothing changes, or if the gradient is incomplete
+        or not finite, in which case it is cleared.
         """
         check_adam(adam)
         if self.epoch.failed:

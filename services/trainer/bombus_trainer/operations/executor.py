@@ -76,10 +76,10 @@ class OperationExecutor:
         free: Callable[[torch.device], int] = free_bytes,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load the base from `folder`. Callers refer to it by the job's `model.path`. Raises `EngineFault`.
+        """Load the base from `folder`. Callers refer to it by the job's `model.path`.
 
         `free` returns how many bytes of a device's memory are free. `ranks` compute together, and each has all models;
-        None means this process alone.
+        None means this process alone. Raises `EngineFault` if the base cannot be loaded.
         """
         self._free = free
         self._ranks = ranks or Ranks.alone()
@@ -129,7 +129,8 @@ class OperationExecutor:
     def recover(self, model: str, name: str, digest: str) -> None:
         """Rebuild a model from its recovery checkpoint with that digest, replacing any model of this id.
 
-        Raises `Refused` if there is no checkpoint of this name, or `EngineFault` if it is damaged or a different one.
+        Raises `Refused` if there is no checkpoint of this name, or `EngineFault` if the checkpoint is damaged or has
+        another digest.
         """
         where = _recovery_name(model, name)
         checkpoint = self._recovery.read(where, digest)
@@ -173,9 +174,9 @@ class OperationExecutor:
     def execute(self, model: str, operation: Operation, name: str = "") -> Result:
         """Execute an operation on a model.
 
-        `name` is the caller's name for this operation. If an operation is re-executed, the checkpoint that it has
-        already written is returned instead of being refused. Raises `BackendLost` if ranks fail differently, or only
-        some of them fail.
+        `name` is the caller's name for this operation. If an operation that has already written its checkpoint is
+        re-executed, that checkpoint is returned and the operation is not refused. Raises `BackendLost` if ranks fail
+        differently, or only some of them fail.
         """
         result = self._attempt(model, operation, name)
         errors = self._ranks.gather(result.error if isinstance(result, Failed) else "")
@@ -280,7 +281,8 @@ class OperationExecutor:
         return ModelReady(adapter=trained.spec, parameters=trained.size, loaded=loaded)
 
     def _check_room(self, spec: AdapterSpec | None) -> None:
-        """Raise `Refused` if there is not enough memory for another model, before the system kills this process."""
+        """Raise `Refused` if there is not enough memory for another model; otherwise the system might kill this
+        process."""
         base, models = self._need_base(None), self._models.values()
         device = base.policy.device
         check_adapter(base, spec, self._options.rank_max)

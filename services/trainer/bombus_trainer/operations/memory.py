@@ -15,7 +15,8 @@ NUMBER_BYTES = 4  # trained parameters, their gradients and both Adam moments ar
 
 
 class ModelNeed(msgspec.Struct, frozen=True):
-    """The bytes that a new model with `numbers` parameters needs, and those that the others may still allocate.
+    """The bytes that a new model with `numbers` parameters needs, and the bytes that the other models may still
+    allocate.
 
     A model's gradient is allocated with its first data, and its optimizer state at its first step.
     """

@@ -28,7 +28,8 @@ class _Offloaded:
 
 
 class OptimizerStore:
-    """The optimizers of all models. Those in memory take at most `bytes_max`, or the size of the one in use if larger.
+    """The optimizers of all models. Those in memory take at most `bytes_max`, or the size of the optimizer in use if
+    that is larger.
 
     `folder` is emptied first, since files that an earlier process left in it belong to models that are gone.
     """
@@ -95,7 +96,8 @@ class OptimizerStore:
             held -= self._put_away(model)
 
     def _put_away(self, model: str) -> int:
-        """Move an optimizer to a file. Returns how many bytes were freed: 0 if it could not be written."""
+        """Move an optimizer to a file. Returns how many bytes were freed, which is 0 if the file could not be
+        written."""
         optimizer = self._optimizers[model]
         tensors = optimizer.state()
         if not tensors:

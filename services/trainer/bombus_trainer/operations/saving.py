@@ -73,8 +73,8 @@ def write_model(draft: Path, trained: TrainedClientModel, contents: Contents) ->
 
 
 def _write_adapter(draft: Path, trained: TrainedClientModel, contents: Contents) -> Seal:
-    """Write an adapter's two files. In an external adapter they name its base; otherwise the address covers the
-    configuration."""
+    """Write an adapter's two files. An external adapter's configuration names its base; otherwise the address covers
+    the configuration."""
     config = trained.adapter_config().to_json()
     metadata = {ADAPTER_CONFIG: config}
     if contents.kind is CheckpointKind.EXTERNAL:
@@ -135,7 +135,8 @@ def load_model(
 
 
 def _same_shape(facts: ModelFacts, trained: TrainedClientModel) -> bool:
-    """Return whether both are adapters of the same rank and alpha. Seeds and the naming of layers may differ."""
+    """Return whether the checkpoint and the model are adapters of the same rank and alpha. Seeds and the naming of
+    layers may differ."""
     if facts.adapter is None or trained.spec is None:
         return False
     return (facts.adapter.rank, facts.adapter.alpha) == (trained.spec.rank, trained.spec.alpha)

@@ -11,10 +11,10 @@ class ExecutorSettings(BaseModel):
     """The limits and folders of an operation executor.
 
     `checkpoints` is the folder of the callers' checkpoints, and `recovery` the folder of this trainer's recovery
-    checkpoints. `scratch` is for optimizers that are not in memory; only this process uses it, and empties it at the
-    start. Optimizers in memory take at most `optimizer_bytes_max`, or the size of the one in use if larger. Drafts
-    written by trainers of a later run than `run`, or of a later epoch of this run than `trainer_epoch`, are not
-    removed.
+    checkpoints. `scratch` is for optimizers that are not in memory; only this process uses it, and empties it on
+    startup. Optimizers in memory take at most `optimizer_bytes_max`, or the size of the optimizer in use if that is
+    larger. Drafts written by trainers of a later run than `run`, or of a later epoch of this run than `trainer_epoch`,
+    are not removed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -79,7 +79,7 @@ def verify(checkpoint: Checkpoint[Any], names: Iterable[str]) -> None:
 
 
 def load_tensors(checkpoint: Checkpoint[Any], name: str) -> dict[str, Tensor]:
-    """Load one of a checkpoint's tensor files on the CPU. Raises `CheckpointLost`."""
+    """Load one of a checkpoint's tensor files on the CPU. Raises `CheckpointLost` if the file is missing or damaged."""
     verify(checkpoint, [name])
     try:
         tensors: dict[str, Tensor] = load_file(checkpoint.path / name)

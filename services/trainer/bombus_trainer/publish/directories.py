@@ -63,14 +63,14 @@ def draft_directory(root: Path, trainer_epoch: int) -> Path:
 
 
 def epoch_of(name: str) -> int | None:
-    """Return the trainer epoch in which a directory was written; None if it is not a trainer's."""
+    """Return the trainer epoch in which a directory was written, or None if no trainer wrote it."""
     ours = _OURS.match(name)
     return int(ours[1]) if ours else None
 
 
 def remove_others(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
-    """Remove the directories in `root` of trainers up to `trainer_epoch`, except `named`, the paths that are on the
-    log."""
+    """Remove the directories in `root` that trainers up to `trainer_epoch` wrote, except `named`, the paths that are on
+    the log."""
     kept = {Path(path).name for path in named}
     if not root.is_dir():
         return
@@ -97,8 +97,8 @@ def remove_earlier(folder: Path, run: int, trainer_epoch: int) -> None:
 def make_durable_directory(path: Path) -> None:
     """Create a directory and its missing parents, so that they survive a power failure.
 
-    Each gets the permissions of its parent, so the permissions that the operator sets on the trainer's folder apply to
-    all.
+    Each gets the permissions of its parent, so all of them get the permissions that the operator sets on the trainer's
+    folder.
     """
     if path.exists():
         return

@@ -96,8 +96,9 @@ class VersionTarget:
 def export(source: WeightsSource, target: VersionTarget, held: HostCopy | None = None) -> Weights:
     """Write a version as a full copy, and copy it to `held` as well, if given.
 
-    In the result, `where` is its directory, and `bytes` and `sha256` describe the file of tensors. The file is not made
-    durable: after a power failure the digest shows any damage, and the same weights can be written from the checkpoint.
+    In the result, `where` is the version's directory, and `bytes` and `sha256` describe the file of tensors. The file
+    is not made durable: after a power failure the digest shows any damage, and the same weights can be written from the
+    checkpoint.
     """
     outline = source.outline()
     with _new_directory(target.root, target.name, target.trainer_epoch) as (draft, directory):

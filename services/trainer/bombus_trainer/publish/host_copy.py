@@ -10,7 +10,8 @@ from bombus_trainer.publish.tensorfile import bytes_of
 
 
 class Changes:
-    """Patches of tensors, collected until they exceed `bytes_max`. Then all are dropped, as a full copy is better."""
+    """Patches of tensors, collected until they exceed `bytes_max`. Then all of them are dropped, since a full copy is
+    better."""
 
     def __init__(self, bytes_max: int) -> None:
         self.patches: dict[str, Patch] = {}

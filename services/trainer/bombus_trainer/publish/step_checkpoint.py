@@ -40,7 +40,7 @@ def save_step(root: Path, facts: StepFacts, fill: FillDraft) -> Checkpoint[StepF
 def read_step(path: Path, digest: str, backend: str = TORCH) -> Checkpoint[StepFacts]:
     """Read the manifest of the checkpoint with that digest.
 
-    Raises `CheckpointLost`, or `EngineFault` if another backend wrote it.
+    Raises `CheckpointLost` if the checkpoint cannot be read, or `EngineFault` if another backend wrote it.
     """
     found = read_checkpoint(path, StepFacts, digest)
     if found.facts.backend != backend:
@@ -51,5 +51,6 @@ def read_step(path: Path, digest: str, backend: str = TORCH) -> Checkpoint[StepF
 
 
 def load_step(path: Path, digest: str) -> dict[str, Tensor]:
-    """Load the state that the torch backend wrote. Raises as `read_step` does."""
+    """Load the state that the torch backend wrote. Raises `EngineFault` or `CheckpointLost` in the same cases as
+    `read_step`."""
     return load_tensors(read_step(path, digest), STATE)

@@ -86,7 +86,8 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements in order, as uint8 on the CPU; a view of its memory if possible."""
+    """Return a tensor's elements in order, as uint8 on the CPU. The result is a view of the tensor's memory if
+    possible."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # with one element or none, the stride may be anything, but `view` needs 1
         flat = flat.clone(memory_format=torch.contiguous_format).as_strided((flat.numel(),), (1,))

@@ -45,7 +45,7 @@ def lacks_room(error: BaseException) -> bool:
 
 
 def _with_causes(error: BaseException) -> list[BaseException]:
-    """Return the error and its chain of causes, such as the `OSError` of an `EngineFault`."""
+    """Return the error and its chain of causes, such as the `OSError` behind an `EngineFault`."""
     found = [error]
     while (cause := found[-1].__cause__) is not None and cause not in found:
         found.append(cause)

@@ -15,14 +15,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 GENEROUS = 20.0  # limit on a gap between marks: this many times the longest recent gap in the same kind of work
-NEWEST = 8  # how many recent works of a kind determine its pace
-STALLS = 3.0  # loads and writes make few marks, so their gaps may be this many times as long as other works'
+NEWEST = 8  # how many recent pieces of work of a kind determine its pace
+STALLS = 3.0  # loads and writes make few marks, so their gaps may be this many times as long as in other work
 SYNCED_BYTES_S = 50e6  # rate of a slow disk, for fsyncs, which make no marks
 SETTLED_S = 300.0  # the shortest limit derived from a pace, since a file server may be unavailable for minutes
 
 
 class Kind(StrEnum):
-    """A kind of work. Works of the same kind share a pace."""
+    """A kind of work. All work of the same kind shares a pace."""
 
     LOAD = "load"
     STEP = "step"
@@ -59,7 +59,8 @@ class Work:
 
 @dataclass
 class WorkPace:
-    """The longest gaps in the newest works of one kind. The first work is left out, because it compiles kernels."""
+    """The longest gaps in the newest pieces of work of one kind. The first piece is left out, because it compiles
+    kernels."""
 
     longest_s: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
     works: int = 0
@@ -77,10 +78,10 @@ class WorkPace:
 
 
 class Works:
-    """The works in progress, and the paces of their kinds.
+    """The work in progress, and the pace of each kind of work.
 
-    Until the pace of its kind is known, a work may make no mark for `first_s`. If it stores something, the limit is
-    `storing_s` if that is longer.
+    Until the pace of its kind is known, a piece of work may make no mark for `first_s`. If it stores something, the
+    limit is `storing_s` if that is longer.
     """
 
     def __init__(self, first_s: float, storing_s: float = 0.0) -> None:
@@ -91,7 +92,7 @@ class Works:
 
     @contextmanager
     def of(self, work: Work) -> Iterator[None]:
-        """Watch a work for as long as it runs."""
+        """Watch a piece of work for as long as it runs."""
         self._works.append(work)
         try:
             yield
@@ -100,7 +101,7 @@ class Works:
             self._paces.setdefault(work.kind, WorkPace()).note(max(work.longest_s, work.still_s))
 
     def look(self, passed_s: float) -> Work | None:
-        """Add `passed_s` to the time without a mark. Return a work that exceeds its limit, or None."""
+        """Add `passed_s` to the time without a mark. Return a piece of work that exceeds its limit, or None."""
         for work in self._works:
             work.still_s += passed_s
             if work.marks != work.marks_seen:
@@ -109,7 +110,8 @@ class Works:
         return next((work for work in self._works if work.still_s > self.limit_s(work)), None)
 
     def limit_s(self, work: Work) -> float:
-        """Return how long a work may go without a mark: long enough to fsync all that it has written so far."""
+        """Return how long a piece of work may go without a mark: long enough to fsync all that it has written so
+        far."""
         if work.limit_s is not None:
             return work.limit_s
         first_s = self._storing_s if work.kind in STORING else self._first_s
@@ -126,7 +128,7 @@ _current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 def watch_here(works: Works) -> None:
-    """Watch the works of this task, and of all tasks that it creates from now on."""
+    """Watch the work of this task, and of all tasks that it creates from now on."""
     _watched.set(works)
 
 

@@ -37,7 +37,7 @@ class FailedAttempts:
 
 
 class RunReports:
-    """The reports of one trainer on the run that it owns."""
+    """One trainer's reports on the run that it owns."""
 
     def __init__(self, options: TrainerOptions, ownership: RunOwnership) -> None:
         self._options = options

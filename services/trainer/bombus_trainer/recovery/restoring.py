@@ -23,7 +23,7 @@ def restore_newest(executor: TrainerBackend, engine: EngineState) -> int:
 
     A checkpoint is used only if the steps after it are kept, so that they can be retrained. If there are no
     checkpoints, the model stays at step 0, unless the run began at an earlier run's checkpoint. Raises `EngineFault` if
-    no checkpoint can be used, and as `TrainerBackend.restore` does.
+    no checkpoint can be used, and also what `TrainerBackend.restore` raises.
     """
     newest = engine.step_done
     if newest is None:

@@ -26,7 +26,7 @@ EXIT_HUNG = 75  # exit code of a process in which a thread hangs: EX_TEMPFAIL
 
 
 class Watch:
-    """Watches the works of one trainer. Without `stall_s` it only sends heartbeats."""
+    """Watches one trainer's work. Without `stall_s` it only sends heartbeats."""
 
     def __init__(self, bus: Bus, options: TrainerOptions, ownership: RunOwnership) -> None:
         self.works = Works(options.stall_s, max(STALLS * options.stall_s, options.operation_timeout_s))

@@ -15,7 +15,7 @@ def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], 
     It is 0 for auxiliary calls that the job does not train on.
 
     Raises `ValueError` if an episode does not have one reward for each of its calls, or if the estimator needs more
-    than the group.
+    data than the group has.
     """
     settings = TrainerSettings.of_job(job)
     if settings.verl_adv_estimator:

@@ -48,7 +48,8 @@ async def read_again(
 ) -> list[EpisodeGroup]:
     """Read the batch of a completed step. `recorded` are the step's metrics on the log.
 
-    Raises `LogCorrupted` if calls that the step used are gone from the log, or `EngineFault` for rollout groups.
+    Raises `LogCorrupted` if calls that the step used are gone from the log, or `EngineFault` if the batch is made up of
+    rollout groups.
     """
     if batch.taken:
         raise EngineFault(

@@ -177,7 +177,7 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
 
 
 def changed(job: RunConfig, assignments: list[str]) -> RunConfig:
-    """Return the job with some trainer settings changed, along with the defaults that follow from these.
+    """Return the job with some trainer settings changed, along with the defaults that follow from the changed settings.
 
     Raises `Refused` for an unknown setting or an invalid value.
     """

@@ -25,9 +25,10 @@ class Parts:
     async def store(self, subject: str, body: bytes, timeout_s: float = 30.0, known: bytes = b"") -> BodyRef:
         """Store a body, and return its reference once all of it is durable. `known` is its digest, if already computed.
 
-        Each call stores a new copy, because an earlier call's copy may have been purged already; an operation is
-        identified by its key. Raises `Refused` for a body over the limit. Raises `BusUnavailable` if not all of the
-        body is acknowledged within `timeout_s`, or if the stream is full; the parts that were stored are purged later.
+        Each call stores a new copy, because the copy that an earlier call stored may have been purged by now; an
+        operation is identified by its key. Raises `Refused` for a body over the limit. Raises `BusUnavailable` if not
+        all of the body is acknowledged within `timeout_s`, or if the stream is full; the parts that were stored are
+        purged later.
         """
         if len(body) > BODY_BYTES_MAX:
             raise Refused(
@@ -68,7 +69,8 @@ class Parts:
             raise
 
     async def _is_there(self, ref: BodyRef) -> bool:
-        """Return whether `ref` is right. With several replicas, a repeat may be acknowledged with another sequence."""
+        """Return whether the body is stored where `ref` says. With several replicas, a resent part may be acknowledged
+        with another sequence."""
         try:
             await self.fetch(ref)
         except LogCorrupted:

@@ -1,4 +1,4 @@
-"""`bombus run-api`: serves Atropos's trajectory API at the port of Atropos's own server, backed by a log.
+"""`bombus run-api`: serves Atropos's trajectory API on the port that Atropos's own server uses, backed by a log.
 
 It runs a hive of one engine without a trainer or replicas; training and inference are external.
 """

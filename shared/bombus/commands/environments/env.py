@@ -1,5 +1,5 @@
-"""`bombus env`: work with environments. Each subcommand is defined next to what it does, and imported only when it
-runs."""
+"""`bombus env`: works with environments. Each subcommand is defined next to the code that it runs, and imported only
+when it runs."""
 
 import argparse
 

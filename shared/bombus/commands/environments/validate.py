@@ -1,4 +1,5 @@
-"""`bombus env validate`: plays an environment class without a model and reports its faults before it is trained on."""
+"""`bombus env validate`: plays an environment class without a model and reports its faults before it is used in
+training."""
 
 import argparse
 from collections import Counter
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _checked(validation: ClassValidation, tasks: Sequence[Task]) -> list[tuple[str, list[CheckedTask]]]:
-    """Return the findings for each task. Tasks with the same id are told apart by their place in the file."""
+    """Return the findings for each task. Tasks with the same id are told apart by their position in the file."""
     shared = Counter(task.task_id for task in tasks)
     return [
         (

@@ -135,7 +135,7 @@ async def _evaluate(options: EvalOptions, opened: Sequence[TaskSet]) -> int:
 async def _follow(
     options: EvalOptions, every: int, client: AsyncSwarmClient, data_sets: Sequence[EvalSet], scores: ScoreFile | None
 ) -> int:
-    """Evaluate repeatedly until the engine is no longer running. A failed pass does not stop this."""
+    """Evaluate repeatedly until the engine is no longer running. A failed pass does not stop the loop."""
     schedule = EvalSchedule(every)
     has_rewards = False
     while (due := await wait_until_due(client, schedule)) is not None:
@@ -170,7 +170,7 @@ class EvalBoard:
         return any(summary.rewards for summary in self._summaries.values())
 
     async def play(self, data_sets: Sequence[EvalSet]) -> None:
-        """Play all data sets once. The results are printed even if that is interrupted."""
+        """Play all data sets once. The results so far are printed even if the pass is interrupted."""
         try:
             await self.evaluation.play(data_sets, self._repeat)
         finally:

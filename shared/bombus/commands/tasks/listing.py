@@ -1,4 +1,4 @@
-"""`bombus tasks`: lists the tasks that are ready to play, and what the others lack."""
+"""`bombus tasks`: lists the tasks that are ready to play, and says what the others lack."""
 
 import argparse
 
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _names(family: TaskFamily) -> list[TaskName] | None:
-    """Return the names of a family, or None if it is not installed or not usable."""
+    """Return the names in a family, or None if the family is not installed or not usable."""
     if not is_installed(family):
         return None
     try:

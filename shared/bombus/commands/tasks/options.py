@@ -69,7 +69,7 @@ class PlayOptions(BaseModel):
         return given
 
     def options_for(self, name: str) -> dict[str, str]:
-        """Return the options for one of the sets: those that it has, and those that no set has, so that it refuses
+        """Return the options for one of the sets: those that it has, and those that no set has, so that the set refuses
         them.
 
         Raises `Refused` for any option if all tasks come from files, which have no options.
@@ -102,7 +102,7 @@ class PlayOptions(BaseModel):
 
 
 def add_play_arguments(parser: argparse.ArgumentParser, *, task: str, engine: str) -> None:
-    """Add `--task`, `--engine` and `-n`. `task` and `engine` are the help texts of the first two."""
+    """Add `--task`, `--engine` and `-n`. `task` and `engine` are the help texts for the first two."""
     parser.add_argument("--task", action="append", required=True, metavar="NAME", help=task)
     parser.add_argument("--engine", required=True, metavar="URL", help=engine)
     parser.add_argument(

@@ -167,7 +167,7 @@ class _Models(msgspec.Struct):
 
 
 async def _first_model(base_url: str) -> str:
-    """Return the first model that a server lists. Raises `BombusError` if there are none."""
+    """Return the first model that a server lists. Raises `BombusError` if the list is empty."""
     trusts = not is_loopback(httpx.URL(base_url).host)
     try:
         async with httpx.AsyncClient(timeout=ASK_S, trust_env=trusts, verify=certificates(trusts)) as client:

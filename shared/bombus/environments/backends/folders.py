@@ -48,7 +48,7 @@ class FolderUse(msgspec.Struct, frozen=True):
     """The disk usage of a folder."""
 
     megabytes: int
-    files: int  # their number, including folders and links
+    files: int  # number of files, including folders and links
 
 
 async def use_of(path: str) -> FolderUse:
@@ -58,7 +58,7 @@ async def use_of(path: str) -> FolderUse:
 
 async def _counted(what: str, path: str) -> int:
     _, printed = await _run("du", "-s", what, "--", path)
-    last = printed.splitlines()[-1:]  # the lines before it are about folders that could not be read
+    last = printed.splitlines()[-1:]  # earlier lines are about folders that could not be read
     return int(last[0].split()[0]) if last and last[0][:1].isdigit() else 0
 
 
@@ -98,7 +98,7 @@ async def _remove(path: str) -> None:
     if not os.path.lexists(path):
         return
     if os.geteuid() != 0:
-        await _run("chmod", "-R", "u+rwx", "--", path)  # what cannot be listed cannot be removed
+        await _run("chmod", "-R", "u+rwx", "--", path)  # contents that cannot be listed cannot be removed
     _, printed = await _run("rm", "-rf", "--", path)
     if os.path.lexists(path):
         raise OSError(f"{path} could not be removed: {printed.strip()[-300:]}")

@@ -6,7 +6,7 @@ from bombus.errors import Code, Refused
 
 
 class Backend(Protocol):
-    """The process or folder that an environment runs on, isolated from the other backends of its pool.
+    """The process or folder that an environment runs on, isolated from the other backends in its pool.
 
     `address` is where an environment reaches it: a URL or a path.
     """
@@ -31,7 +31,7 @@ class Backend(Protocol):
 
 
 class RealBackend:
-    """Tells a class to use the real service. The class gets this instead of a simulator."""
+    """Tells a class to use the real service. The class gets this object instead of a simulator."""
 
     @property
     def address(self) -> NoReturn:
@@ -39,7 +39,7 @@ class RealBackend:
         raise Refused(
             Code.UNSUPPORTED,
             "this environment asks for a simulator's address, but BACKEND_TYPE=aws gives it the real AWS: unset "
-            "BACKEND_TYPE, or let the class compare its `backend` with bombus.environments.backends.kinds.REAL",
+            "BACKEND_TYPE, or have the class compare its `backend` with bombus.environments.backends.kinds.REAL",
         )
 
 

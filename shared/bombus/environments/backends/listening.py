@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC = Path("/proc")
-_LISTENS = "0A"  # the code of the state LISTEN in the kernel's table
+_LISTENS = "0A"  # the code for the state LISTEN in the kernel's table
 
 
 def listens(pid: int, port: int) -> bool:

@@ -15,7 +15,7 @@ from bombus.sdk.errors import InfraError
 log = logging.getLogger(__name__)
 
 START_TRIES = 3
-PAUSE_S = 5.0  # wait after a failed start, doubled up to PAUSE_S_MAX
+PAUSE_S = 5.0  # pause after a failed start, doubled each time up to PAUSE_S_MAX
 PAUSE_S_MAX = 60.0
 CALL_S = 10.0  # time limit for a scrub, a health check or a stop
 IDLE_CALL_S = 3.0  # time limit for checking an idle backend: a client is waiting, and another backend may be ready
@@ -25,8 +25,8 @@ class BackendPool:
     """Keeps `size` backends that can be in use at the same time, and `spares` more to take the place of dead ones.
 
     `make(number)` creates the backend with that number, from 0 to `size + spares - 1`, without starting it. A backend
-    that dies or cannot be scrubbed is stopped, and another with the same number is started in its place. If that fails,
-    it is retried until it succeeds, first after `pause_s` seconds.
+    that dies or cannot be scrubbed is stopped, and another with the same number is started in its place. If the new one
+    does not start, starting it is retried until it succeeds, first after `pause_s` seconds.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BackendPool:
         self._all: dict[int, Backend] = {}
         self._unscrubbed: set[str] = set()  # sessions whose backend will be replaced when they end
         self._replacing: set[asyncio.Task[None]] = set()
-        self._starting: set[int] = set()  # numbers of backends that are expected soon: none has failed to start yet
+        self._starting: set[int] = set()  # numbers of backends that are expected soon: no start has failed yet
         self._changed = asyncio.Event()  # set when these sets and queues change, then replaced by a new event
         self._closed = False
 
@@ -71,10 +71,10 @@ class BackendPool:
         return {"ready": len(self._ready), "bound": len(self._bound), "replacing": len(self._replacing)}
 
     async def take(self, session: str) -> Backend:
-        """Bind a healthy backend to a session. If the session already has one, return that.
+        """Bind a healthy backend to a session, and return it. If the session already has a backend, return that one.
 
-        Raises `EnvironmentsBusy` if all are in use, and `SandboxLost` if none works. If all free backends are being
-        replaced, wait for one.
+        Raises `EnvironmentsBusy` if all backends are in use, and `SandboxLost` if none works. If all free backends are
+        being replaced, wait for one.
         """
         if session in self._bound:
             return self._bound[session][1]
@@ -93,7 +93,7 @@ class BackendPool:
         raise SandboxLost(f"none of the {self.size} backends works: see the server's log for the reason")
 
     async def renew(self, session: str) -> None:
-        """Scrub the backend of a session, which keeps it. Raises `InfraError` if scrubbing fails.
+        """Scrub a session's backend, which the session keeps. Raises `InfraError` if scrubbing fails.
 
         After a failure, the backend is replaced when the session gives it back, instead of being scrubbed again.
         """
@@ -103,14 +103,14 @@ class BackendPool:
         try:
             async with asyncio.timeout(CALL_S):
                 await backend.scrub()
-        except Exception as error:  # a backend may raise anything; its session must not be used after that
+        except Exception as error:  # a backend may raise anything; the session must not be used after that
             self._unscrubbed.add(session)
             if isinstance(error, InfraError):
                 raise
             raise SandboxLost(f"backend {number} could not be scrubbed: {in_one_line(error)}") from error
 
     async def check(self, session: str) -> None:
-        """Raise `SandboxLost` if the backend of a session no longer responds."""
+        """Raise `SandboxLost` if a session's backend no longer responds."""
         number, backend = self._bound.get(session, (0, None))
         if backend is None or not await self._answers(backend):
             raise SandboxLost(f"backend {number} of this session has died")
@@ -118,8 +118,8 @@ class BackendPool:
     async def give_back(self, session: str, in_use: bool = False) -> None:
         """Release a session's backend, even if it cannot be scrubbed. Repeating this does nothing.
 
-        If code of the session that is still running, such as a thread, may be using the backend (`in_use`), the backend
-        is replaced rather than scrubbed.
+        If code from the session that is still running, such as a thread, may be using the backend (`in_use`), the
+        backend is replaced rather than scrubbed.
         """
         number, backend = self._bound.pop(session, (0, None))
         was_unscrubbed = session in self._unscrubbed

@@ -42,17 +42,17 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
     code: int
     timed_out: bool = False
     cut: bool = False  # whether there was more output than could be kept
-    is_full: bool = False  # whether the folder is over its limit: nothing can be written until something is removed
-    out_of_memory: bool = False  # whether its processes exceeded their memory limit and were killed
+    is_full: bool = False  # whether the folder is over its limit: nothing can be written until files are removed
+    out_of_memory: bool = False  # whether the command's processes exceeded their memory limit and were killed
 
 
 class ShellSandbox:
     """A folder, and commands that run in it in separate namespaces.
 
     A command sees the folder as `/work`, and this machine's programs and libraries, read-only. It sees no network and
-    no other processes, and has no capabilities. When it ends, all its processes are killed. A command that fills the
-    folder beyond `work_mb_max` or `files_max` is killed, and later commands cannot write until there is room again. A
-    command whose processes together use more than `memory_mb_max` is killed too.
+    no other processes, and has no capabilities. When the command ends, all its processes are killed. A command that
+    fills the folder beyond `work_mb_max` or `files_max` is killed, and later commands cannot write until there is room
+    again. A command whose processes together use more than `memory_mb_max` is killed too.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ShellSandbox:
         await self._check()
 
     async def run(self, command: str, timeout_s: float = COMMAND_S) -> ShellResult:
-        """Run a shell command line. After `timeout_s` seconds it is killed, with all processes that it started."""
+        """Run a shell command line. After `timeout_s` seconds, kill it and all processes that it started."""
         if not 0 < timeout_s <= COMMAND_S_MAX:
             raise ValueError(f"timeout_s is {timeout_s:g}: it must be above 0 and at most {COMMAND_S_MAX:.0f} s")
         if self._folder is None:

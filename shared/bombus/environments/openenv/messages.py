@@ -17,7 +17,7 @@ SESSION_HEADER = "x-bombus-session"  # in the handshake's response, if the serve
 
 
 class WireError(StrEnum):
-    """The codes of an error message."""
+    """The codes in error messages."""
 
     INVALID_JSON = "INVALID_JSON"
     UNKNOWN_TYPE = "UNKNOWN_TYPE"

@@ -29,7 +29,7 @@ class WrongClass(BombusError):
 
 
 class MarkedMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """A decorated method. `names` are the names of its arguments."""
+    """A decorated method. `names` are its arguments' names."""
 
     name: str
     mark: MethodMark
@@ -37,7 +37,7 @@ class MarkedMethod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlainClass(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a class that is an environment. A class with `play` has agents and no tools."""
+    """The description of a class that is an environment. A class with a `play` method has agents and no tools."""
 
     name: str
     tools: dict[str, MethodTool] = {}
@@ -52,9 +52,9 @@ class PlainClass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(kind: type, *, is_made: bool = False) -> PlainClass:
-    """Describe a class as an environment. Raises `WrongClass` with all of its mistakes.
+    """Describe a class as an environment. Raises `WrongClass` with all of the class's mistakes.
 
-    `is_made` means that an instance already exists. Then there is no check that the class can be instantiated.
+    `is_made` means that an instance already exists, so there is no check that the class can be instantiated.
     """
     if issubclass(kind, BaseModel):
         why = "It is a pydantic model, whose own methods would be tools: use a plain class that holds a model."
@@ -124,7 +124,7 @@ class _Reading:
             )
 
     def _check_lost(self) -> None:
-        """Note attributes that would be ignored silently: decorated ones that are not public methods, and wrapped
+        """Note attributes that would be ignored silently: decorated attributes that are not public methods, and wrapped
         methods."""
         for name, found in self._attributes():
             is_method = inspect.isfunction(found)
@@ -226,8 +226,7 @@ class _Reading:
 
 
 def _layers(found: object) -> Iterator[object]:
-    """Yield an attribute of a class, and the functions inside it, such as the function of a static method or a
-    property."""
+    """Yield a class's attribute, and the functions inside it, such as the function in a static method or a property."""
     yield found
     for name in ("__func__", "fget", "func", "__wrapped__"):
         if callable(layer := getattr(found, name, None)):

@@ -40,8 +40,8 @@ from bombus.sdk.types import Task
 log = logging.getLogger("bombus")
 
 CLOSE_S = 60.0  # time for a coroutine to close an environment whose methods have taken too long
-REPR_CHARACTERS = 200  # length at which a method's return value is cut in an error
-TOOLS_NAMED = 20  # the most tools listed in the message about an unknown one
+REPR_CHARACTERS = 200  # length at which a method's return value is truncated in an error
+TOOLS_NAMED = 20  # the most tools listed in the message about an unknown tool
 
 
 class PlainInstance:
@@ -81,12 +81,12 @@ class PlainInstance:
         return self._description is not None and self._description.plays
 
     async def make(self) -> None:
-        """Make the instance if it does not exist yet. Raises `ResetFailed`, `WrongClass`."""
+        """Make the instance if it does not exist yet. Raises `ResetFailed` or `WrongClass`."""
         made = await self.instance()
         self._description = self._description or describe(type(made), is_made=True)
 
     async def instance(self) -> object:
-        """Return the instance, making it if it does not exist yet. Raises `ResetFailed`, `WrongClass`."""
+        """Return the instance, making it if it does not exist yet. Raises `ResetFailed` or `WrongClass`."""
         if self._instance is None:
             assert self._make is not None
             try:
@@ -117,7 +117,7 @@ class PlainInstance:
             _PLAYED[id(made)] = self
 
     async def give_away(self) -> object:
-        """Return the instance, which the caller must then close, and end the threads."""
+        """Return the instance, which the caller must then close, and end the instance's threads."""
         made, self._instance = self._instance, None
         await self.close()
         return made
@@ -220,8 +220,8 @@ class PlainInstance:
     async def close(self) -> None:
         """Call the class's `close`, and end the threads.
 
-        If a method is still running after its time limit, `close` runs once that ends: in the thread of the last such
-        method, or in a task after a coroutine that kept running although it was cancelled.
+        If a method is still running after its time limit, `close` runs once that method ends: in the thread of the last
+        such method, or in a task after a coroutine that kept running although it was cancelled.
         """
         if self._used.locked() and not self._stuck and _has_close(self._instance):
             await self._wait_until_unused()
@@ -291,7 +291,7 @@ class PlainEnvironment:
     """A plain class as an environment. Takes the class, an instance, or a function that makes an instance."""
 
     def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
-        """A server passes `is_stopped`, which returns whether it has cancelled the task that makes a call.
+        """A server passes `is_stopped`, which returns whether the server has cancelled the task that makes a call.
 
         Tool calls then run in that task instead of a separate one, and the server does not wait for a call that keeps
         running after it was cancelled.
@@ -410,7 +410,7 @@ def number_of(value: object, where: str) -> float:
 def _shown(value: object) -> str:
     try:
         return repr(value)[:REPR_CHARACTERS]
-    except Exception:  # any error in the class's own code: the name of the type will do
+    except Exception:  # any error in the class's own code: the type's name will do instead
         return f"a value of type {type(value).__name__}"
 
 

@@ -55,7 +55,7 @@ class InstanceThread:
         self._works.put(None)
 
     async def close(self) -> None:
-        """End the thread. Wait for that unless the thread is stuck."""
+        """End the thread. Wait until it has ended, unless it is stuck."""
         self._works.put(None)
         if not self.is_stuck:
             await asyncio.shield(asyncio.wrap_future(self._ended))
@@ -67,7 +67,7 @@ class InstanceThread:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(context.run(call))
-                except BaseException as error:  # raise any error of the method in its caller
+                except BaseException as error:  # any error of the method is raised in its caller
                     is_handed_on = isinstance(error, Exception) and not isinstance(error, StopIteration)
                     done.set_exception(error if is_handed_on else RuntimeError(f"it raised {error!r}"))
             del work, done, call

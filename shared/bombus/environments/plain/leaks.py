@@ -13,8 +13,8 @@ import msgspec
 SETTLE_S = 2.0  # time for threads and processes to end
 LOOK_S = 0.02
 SHOWN = 5
-_OF_THE_LOOP = "asyncio_"  # prefix of threads of `asyncio.to_thread`, which are kept for reuse
-_PROC = Path("/proc")  # where this is missing, as on macOS, open files and processes are not checked
+_OF_THE_LOOP = "asyncio_"  # prefix of the names of `asyncio.to_thread`'s threads, which are kept for reuse
+_PROC = Path("/proc")  # where this folder is missing, as on macOS, open files and processes are not checked
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def footprint(*folders: Path) -> Footprint:
-    """Return the current resources of this process, and the contents of these folders."""
+    """Return this process's current resources, and the contents of these folders."""
     this = asyncio.current_task()
     return Footprint(
         threads=Counter(thread.name for thread in threading.enumerate() if not thread.name.startswith(_OF_THE_LOOP)),
@@ -40,7 +40,7 @@ def footprint(*folders: Path) -> Footprint:
 
 
 async def left_behind(before: Footprint, *folders: Path) -> list[str]:
-    """Describe the resources that did not exist `before`. Those that are about to end get some time to do so."""
+    """Describe the resources that did not exist `before`. Resources that are about to end get some time to do so."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         found = list(_more(before, footprint(*folders)))

@@ -1,4 +1,4 @@
-"""Several agents in one episode: the `play` method of a plain class prompts them, each in its role."""
+"""Several agents in one episode: a plain class's `play` method prompts them, each in its role."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ ROLE_CHARACTERS = 64  # the longest role name that a hive stores
 
 
 class BudgetSpent(BombusError):
-    """The calls of the episode's agents have used up its turns or its tokens; `kind` says which.
+    """The calls made by the episode's agents have used up its turns or its tokens; `kind` says which.
 
     The episode is truncated, unless `play` catches this.
     """
@@ -41,7 +41,7 @@ class BudgetSpent(BombusError):
 
 
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that an agent has made: its role, its messages and its answer."""
+    """A call that an agent has made: the agent's role, the messages and the answer."""
 
     role: str
     messages: Sequence[MessageDict]
@@ -76,7 +76,7 @@ class PlayAgent(msgspec.Struct, frozen=True):
         tools: Sequence[ToolSchema] = (),
         max_tokens: int | None = None,
     ) -> ChatAnswer:
-        """Return the model's answer to a text or a conversation. Raises `BudgetSpent`, `InfraError`."""
+        """Return the model's answer to a text or a conversation. Raises `BudgetSpent` or `InfraError`."""
         whole = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         return await self._ask(self.role, whole, tools, max_tokens)
 
@@ -106,7 +106,7 @@ class PlayAgents(Mapping[str, PlayAgent]):
 class Play:
     """One episode of a class with `play`. `calls` contains its agents' calls, in the order of their answers.
 
-    Once the episode is scored, `numbers` contains what each reward method returned for its calls.
+    Once the episode is scored, `numbers` contains what each reward method returned for the calls that it applies to.
     """
 
     def __init__(self, instance: PlainInstance, task: Task, budgets: RolloutBudgets, transcript: Transcript) -> None:
@@ -161,7 +161,7 @@ class Play:
     async def _counted(
         self, ask: Ask, role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
     ) -> ChatAnswer:
-        """Ask in a separate task, which can be cancelled. Raises `BudgetSpent`, `InfraError`."""
+        """Make the call in a separate task, which can be cancelled. Raises `BudgetSpent` or `InfraError`."""
         if self._asked >= self._budgets.turns_max:
             raise BudgetSpent(
                 f"the agents have made {self._asked} calls, which is the limit turns_max: end the episode",
@@ -193,7 +193,7 @@ class Play:
         """Return the scores, and the reward of each call. Raises `MethodFailed`.
 
         A reward with a role applies only to that role's calls; one without a role applies to all calls. A method may
-        return a list with one number for each of its calls.
+        return a list with one number for each call that its reward applies to.
         """
         description = self._instance.description
         by_call = [0.0] * len(self.calls)

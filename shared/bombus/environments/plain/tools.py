@@ -20,7 +20,7 @@ _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
 class BadArguments(ValueError):
-    """The arguments of a call do not fit its tool. The text tells the model which of them do not."""
+    """The arguments of a call do not fit its tool. The text tells the model which arguments do not."""
 
 
 class NoTool(ValueError):
@@ -99,7 +99,7 @@ def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
 
 
 def text_of(value: object) -> str:
-    """Return a tool's result as the text that is shown to the model: JSON, unless it is a string already.
+    """Return a tool's result as the text that is shown to the model: JSON, unless the result is a string already.
 
     Bytes, such as a program's output, are decoded as text. Raises `TypeError` for a generator, and any error that the
     value's own `__str__` raises.
@@ -146,8 +146,8 @@ def _hints_of(method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _read_docstring(text: str) -> _Docstring:
-    """Return the text before the sections of a docstring, and the description of each argument in its section on
-    arguments."""
+    """Return the text before the sections of a docstring, and the description of each argument in its arguments
+    section."""
     parts = _SECTION.split(text)
     sections = dict(zip(parts[1::2], parts[2::2]))
     about = next((sections[name] for name in ("Args", "Arguments", "Parameters") if name in sections), "")
@@ -155,7 +155,7 @@ def _read_docstring(text: str) -> _Docstring:
 
 
 def _arguments(section: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and description of each argument. Lines that are indented further continue the one above."""
+    """Yield the name and description of each argument. Lines that are indented further continue the previous line."""
     name, words = "", ""
     margin = None
     for line in section.splitlines():

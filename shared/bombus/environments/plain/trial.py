@@ -29,7 +29,7 @@ class GoldSolution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one trial: the first messages, the outcomes of its calls, and its scores."""
+    """The result of one trial: the first messages, the outcomes of the tool calls, and the scores."""
 
     messages: list[MessageDict]
     outcomes: tuple[ToolOutcome, ...]
@@ -38,7 +38,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def solution_of(found: object, name: str) -> GoldSolution:
-    """Return the result of `gold` as a solution. Raises `WrongGold`."""
+    """Return what `gold` returned as a solution. Raises `WrongGold`."""
     if not isinstance(found, list | tuple) or len(found) > CALLS_MAX:
         raise WrongGold(_no_gold(name, found))
     steps = list(found)
@@ -65,7 +65,8 @@ def _no_gold(name: str, found: object) -> str:
 
 
 async def tried(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
-    """Open the environment, carry out its gold solution or nothing, and score it. It is left open."""
+    """Open the environment, carry out its gold solution or nothing, and score the result. The environment is left
+    open."""
     opening = await environment.open(task)
     description = environment.plain.description
     solution = GoldSolution()
@@ -75,7 +76,7 @@ async def tried(environment: PlainEnvironment, task: Task, *, gold: bool) -> Tri
 
 
 async def carried_out(environment: PlainEnvironment, messages: Sequence[MessageDict], solution: GoldSolution) -> Trial:
-    """Carry out a solution in an open environment, and score it."""
+    """Carry out a solution in an open environment, and score the result."""
     transcript = Transcript(messages=list(messages))
     outcomes: list[ToolOutcome] = []
     for call in solution.calls:
@@ -98,7 +99,8 @@ async def carried_out(environment: PlainEnvironment, messages: Sequence[MessageD
 
 
 async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
-    """Run a class with `play`, answering with its gold solution in order, and with empty texts after that."""
+    """Run a class with `play`, answering with the texts of its gold solution in order, and with empty texts after
+    that."""
     answers: list[str] = []
     if gold:
         await environment.plain.make()

@@ -23,7 +23,8 @@ SLACK = 1e-6  # tolerance for comparing rewards
 
 
 class CheckedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The problems that one check found with a task, as sentences. `skipped` is the reason if the check was not made.
+    """The problems that one check found with a task, as sentences. `skipped` is why the check was not made, if it was
+    not.
 
     `warning` is a sentence about something that may be intentional, and does not fail the check.
     """
@@ -122,7 +123,7 @@ class ClassValidation:
             yield f"On a second run, {each}."
 
     async def _isolation(self, task: Task, nothing: Trial, best: Trial) -> AsyncIterator[str]:
-        """Play one instance while another is open, which must not be affected."""
+        """Play one instance while another is open. Yield a sentence for each way in which the open one is affected."""
         async with self._environment() as one, self._environment() as other:
             opening = await other.open(task)
             await tried(one, task, gold=self._has_gold)

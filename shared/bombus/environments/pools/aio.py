@@ -38,7 +38,7 @@ GROUP_SIZE = 8
 POOL_MAX = 1024
 CLOSE_S = 5.0
 RECONNECT_S = 0.2
-ATTEMPT_S = 0.5  # rough time to wait for all slots of a pool before giving back those it has
+ATTEMPT_S = 0.5  # rough time to wait for all of a pool's slots before giving back those it has
 ATTEMPT_S_MAX = 10.0
 ACHIEVED_AT = 0.5
 
@@ -52,7 +52,7 @@ class ResultRecorder(Protocol):
     """Records the results of tasks, as a curriculum does."""
 
     def record_result(self, task: Task, achieved: bool, reward: float) -> object:
-        """Record the result of a group of episodes of a task."""
+        """Record the result of a group of episodes for a task."""
         ...
 
 
@@ -74,8 +74,8 @@ class AsyncEnvPool:
         rollout: Callable[..., Any] | None = None,
         task: Task | None = None,
     ) -> None:
-        """Store the defaults of `run_group`: it may be called with only a rollout or only a task, and takes the other
-        from here."""
+        """Store the defaults for `run_group`, which may be called with only a rollout or only a task: the other then
+        comes from here."""
         if group_size is None:
             group_size = number_of(os.environ, GROUP_VARIABLE, GROUP_SIZE, 1, POOL_MAX)
         self.group_size = group_size
@@ -100,7 +100,8 @@ class AsyncEnvPool:
     # ---- opening and closing ----------------------------------------------------------------------------------------
 
     async def connect(self) -> Self:
-        """Open all sessions. If any fails, close the others and raise the first error. This can then be called again.
+        """Open all sessions. If any fails, close the others and raise the first error; `connect` may then be called
+        again.
 
         While a pool waits for slots (`wait_s`), it releases those that it has from time to time, so that two pools
         connecting at the same time do not block each other.
@@ -195,7 +196,7 @@ class AsyncEnvPool:
         return PooledEnvironment(self)
 
     async def take(self, wait_s: float | None = None) -> "TakenSession":
-        """Take a session for exclusive use until `give_back`. Raises `EnvironmentsBusy` and `EnvironmentLost`.
+        """Take a session for exclusive use until `give_back`. Raises `EnvironmentsBusy` or `EnvironmentLost`.
 
         A session that has died is replaced with a new one. If the server is unreachable, this waits as long as a
         session may take to connect.
@@ -279,11 +280,11 @@ class AsyncEnvPool:
     ) -> list[T | InfraError]:
         """Play a task `n` times concurrently, each in its own session, and return the results in order.
 
-        If the pool was made with a rollout or a task, the call may give only the other.
+        If the pool was made with a rollout or a task, the call needs to give only the other.
 
-        A rollout whose environment was lost is replayed in another session, up to `retries` times for the whole group.
-        After that, its `InfraError` takes the place of a result. Any other error in a rollout cancels the others and is
-        raised here. An error that would end the program, such as `SystemExit`, is raised as `RuntimeError`.
+        A rollout whose environment was lost is replayed in another session, with up to `retries` replays for the whole
+        group. After that, its `InfraError` takes the place of a result. Any other error in a rollout cancels the others
+        and is raised here. An error that would end the program, such as `SystemExit`, is raised as `RuntimeError`.
         """
         played, by = self._task_and_rollout(task, rollout)
         count = self._group_of(n)
@@ -329,8 +330,8 @@ class AsyncEnvPool:
         return given, by
 
     async def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
-        """Reset the first `n` environments for the same task. Raises the first error; none of them may be used after
-        that."""
+        """Reset the first `n` environments for the same task. If any fails, raise the first error; none of them may be
+        used after that."""
         count = self._group_of(n)
         self._check_open()
         data = task.model_dump(mode="json")
@@ -345,7 +346,8 @@ class AsyncEnvPool:
         return [_raised(each) for each in done]
 
     async def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first environments at the same time, skipping those whose action is None.
+        """Take a step in each of the first `len(actions)` environments at the same time, skipping those whose action is
+        None.
 
         Each environment's answer or error takes its own place in the list, and does not affect the others.
         """
@@ -419,7 +421,7 @@ class PooledEnvironment:
         self._remote: RemoteEnvironment | None = None
 
     async def open(self, task: Task) -> Opening:
-        """Take a session and reset its environment. Raises `EnvironmentsBusy`, `ResetFailed` and `EnvironmentLost`."""
+        """Take a session and reset its environment. Raises `EnvironmentsBusy`, `ResetFailed` or `EnvironmentLost`."""
         if self._remote is None:
             self._taken = await self._pool.take()
             self._remote = RemoteEnvironment(self._taken.session)

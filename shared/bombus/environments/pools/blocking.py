@@ -1,4 +1,4 @@
-"""`EnvPool`: the same pool for programs without an event loop. Its own loop runs in a thread, and also sends
+"""`EnvPool`: the same pool for programs without an event loop. The pool's own loop runs in a thread, and also sends
 heartbeats."""
 
 import asyncio
@@ -92,7 +92,7 @@ class LoopThread:
             raise
 
     def check_caller(self) -> None:
-        """Raise `Refused` in the loop's own thread, which would be waiting for itself."""
+        """Raise `Refused` if called in the loop's own thread, which would then wait for itself."""
         if threading.current_thread() is self._thread:
             why = "this pool cannot be used in its own coroutines, because they would deadlock"
             raise Refused(Code.WRONG_PHASE, f"{why}: use the environment that they are given, or an AsyncEnvPool")
@@ -107,7 +107,7 @@ class LoopThread:
 
     def _run_loop(self) -> None:
         while not self._is_stopped:
-            # For instance, a rollout called `sys.exit`: that is raised to the rollout's caller, and other rollouts
+            # If, for instance, a rollout calls `sys.exit`, the rollout's caller gets that error, and other rollouts
             # continue.
             with contextlib.suppress(KeyboardInterrupt, SystemExit):
                 self.loop.run_forever()
@@ -161,7 +161,8 @@ class BlockingEnvironment:
 class AcrossLoops:
     """An environment that runs in one loop, for callers in other loops, such as `Rollout` under a `SwarmClient`.
 
-    A method starts once the previous one has ended in that loop, which may be a moment after its caller was cancelled.
+    A method starts once the previous method has ended in that loop, which may be a moment after the previous method's
+    caller was cancelled.
     """
 
     def __init__(self, environment: AgentEnvironment, thread: LoopThread) -> None:
@@ -199,7 +200,7 @@ class AcrossLoops:
             async with self._turn:
                 return await work
         finally:
-            work.close()  # if it was cancelled before its turn
+            work.close()  # in case it was cancelled before its turn
 
 
 class EnvPool:
@@ -306,7 +307,8 @@ class EnvPool:
         return self._run(self._pool.reset_group(task, n))
 
     def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first environments at the same time, skipping those whose action is None."""
+        """Take a step in each of the first `len(actions)` environments at the same time, skipping those whose action is
+        None."""
         return self._run(self._pool.run_group_step(actions))
 
     def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:

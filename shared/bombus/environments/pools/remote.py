@@ -29,11 +29,11 @@ class RemoteEnvironment:
 
     On one of our servers, the environment itself decides when the episode is over and what its reward is. On any other
     OpenEnv server, each call is a step; the episode is over once a step says so, and its reward is the sum of the
-    steps' rewards. After that no call is carried out, not even a remaining call of the same answer, because it would
+    steps' rewards. After that no call is carried out, not even a remaining call in the same answer, because it would
     earn another reward.
 
-    If the server has MCP tools, the model is given those. If it has none, or its actions do not call them, the model is
-    given a tool `step`, whose arguments are the action as described by the server's `/schema`.
+    If the server has MCP tools, the model is given those tools. If the server has none, or its actions do not call
+    them, the model is given a tool `step`, whose arguments are the action as described by the server's `/schema`.
     """
 
     def __init__(self, session: EnvSession) -> None:
@@ -71,7 +71,7 @@ class RemoteEnvironment:
         return bool((await self._call(Rpc.IS_OVER, transcript)).get("is_over"))
 
     async def score(self, transcript: Transcript) -> RolloutScores:
-        """Return the scores of a rollout. Raises `EnvironmentLost` if the server gives none."""
+        """Return the scores of a rollout. Raises `EnvironmentLost` if the server does not provide them."""
         if not self.session.is_ours:
             if self._is_over and self._reward is None:
                 raise EnvironmentLost("the environment ended the episode, but no step had a reward", FailureKind.GRADER)

@@ -64,7 +64,7 @@ class StepRefused(BombusError):
 
 
 class EnvSession:
-    """A session, which holds a slot of the server from `open` to `close`.
+    """A session, which holds a slot on the server from `open` to `close`.
 
     It dies if anything leaves its state in doubt: a late answer, a broken connection, or a caller cancelled in the
     middle of a call. The connection is then cut, and every further call raises `EnvironmentLost`. A dead session never
@@ -77,7 +77,7 @@ class EnvSession:
         self.name: str = connection.response.headers.get(SESSION_HEADER, "")
         self._connection = connection
         self._lock = asyncio.Lock()
-        self._action: dict[str, Any] | None = None  # the schema of an action, once it has been requested
+        self._action: dict[str, Any] | None = None  # an action's schema, once it has been requested
         self._dead = ""
         self._used_s = asyncio.get_running_loop().time()
         self._rpcs = 0
@@ -124,14 +124,15 @@ class EnvSession:
         return bool(self._why_dead())
 
     async def reset(self, data: dict[str, Any]) -> StepResult:
-        """Reset the environment. Raises `ResetFailed` if that fails, `EnvironmentLost` if the environment is gone."""
+        """Reset the environment. Raises `ResetFailed` if that fails, or `EnvironmentLost` if the environment is
+        gone."""
         try:
             return await self._observe("reset", data)
         except StepRefused as error:
             raise ResetFailed(f"the environment could not be reset: {error}") from error
 
     async def step(self, action: dict[str, Any]) -> StepResult:
-        """Take a step. Raises `StepRefused` if only this action failed, and `EnvironmentLost` if the environment is
+        """Take a step. Raises `StepRefused` if only this action failed, or `EnvironmentLost` if the environment is
         gone."""
         return await self._observe("step", action)
 
@@ -175,7 +176,7 @@ class EnvSession:
     # ---- messages -------------------------------------------------------------------------------------------------
 
     async def _check_slot(self) -> None:
-        """Ask for the state: a full server accepts the connection, and reports only afterwards that it is full."""
+        """Request the state: a full server accepts the connection, and reports only afterwards that it is full."""
         try:
             await self.state()
         except StepRefused:
@@ -185,7 +186,7 @@ class EnvSession:
             raise
 
     async def action_schema(self) -> dict[str, Any]:
-        """Return the JSON schema of an action from the server's `/schema`, or a schema that allows anything."""
+        """Return an action's JSON schema from the server's `/schema`, or a schema that allows anything."""
         if self._action is None:
             headers = _key_header(self.settings.key)
             http = httpx.AsyncClient(trust_env=False, verify=certificates(False))
@@ -210,7 +211,7 @@ class EnvSession:
             raise EnvironmentLost(self._sentence()) from error
 
     async def _ask(self, message: WireMessage) -> WireMessage:
-        """Send a message and return its answer. Raises `EnvironmentLost`, `EnvironmentsBusy` and `StepRefused`."""
+        """Send a message and return its answer. Raises `EnvironmentLost`, `EnvironmentsBusy` or `StepRefused`."""
         try:
             text = encode(message)
         except NotSendable as error:
@@ -229,7 +230,7 @@ class EnvSession:
             except NotAMessage as error:
                 self._die(str(error))
                 raise EnvironmentLost(self._sentence()) from error
-            except BaseException:  # cancelled midway: this message's answer would be taken for the next one's
+            except BaseException:  # cancelled midway: this message's answer would be taken for the answer to the next
                 self._die("a call was cancelled midway")
                 raise
             finally:
@@ -249,7 +250,7 @@ class EnvSession:
         return EnvironmentLost(self._sentence())
 
     async def _exchange(self, text: str) -> str | bytes:
-        # A full server may have closed the connection already; its reason can still be read.
+        # A full server may have closed the connection already; the reason that it sent can still be read.
         with contextlib.suppress(ConnectionClosed):
             await self._connection.send(text)
         received: str | bytes = await self._connection.recv()
@@ -303,9 +304,9 @@ def socket_url(url: str, wait_s: float) -> str:
 
 
 def _for_models(action: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an action as shown to a model: without `metadata`, which is OpenEnv's own field.
+    """Return an action's schema as shown to a model: without `metadata`, which is OpenEnv's own field.
 
-    Raises `KeyError` if it lists neither properties nor kinds of action.
+    Raises `KeyError` if the schema lists neither properties nor kinds of action.
     """
     if any(isinstance(action.get(kinds), list) for kinds in ("oneOf", "anyOf")):
         return {"type": "object", **action}

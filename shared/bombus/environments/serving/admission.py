@@ -16,7 +16,7 @@ PAGE_MAY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-in
 
 
 class NotLetIn(Exception):
-    """A request is answered with an HTTP status instead of getting a session."""
+    """A request does not get a session, and is answered with an HTTP status instead."""
 
     def __init__(self, status: HTTPStatus, code: str, why: str) -> None:
         super().__init__(why)
@@ -41,7 +41,8 @@ def response(status: HTTPStatus, kind: str, body: bytes) -> Response:
 
 
 def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
-    """Raise `NotLetIn` for a request without the key, for a foreign host name, or from another site's page."""
+    """Raise `NotLetIn` for a request that lacks the key, uses a foreign host name, or comes from another site's
+    page."""
     headers = request.headers
     host, origin = _only(headers, "Host") or "", _only(headers, "Origin")
     if key:

@@ -41,8 +41,8 @@ async def announce(counts: Callable[[], dict[str, int]], nats: str, hive: str, u
     """Write the number of leased slots to the bus periodically, until cancelled.
 
     If the server listens on every address, the URL shown has the address from which the bus is reached, or the
-    machine's host name. The bus only displays these counts: without it the server keeps running, and its leases stay
-    valid.
+    machine's host name. The bus only displays these counts: without the bus, the server keeps running and its leases
+    stay valid.
     """
     name = secrets.token_hex(6)
     while True:

@@ -1,4 +1,4 @@
-"""`bombus env serve`: serve a class as an environment server."""
+"""`bombus env serve`: serves a class as an environment server."""
 
 import argparse
 import os

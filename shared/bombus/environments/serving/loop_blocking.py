@@ -1,4 +1,4 @@
-"""Detects environment coroutines that block the event loop. Meanwhile, no session on the server makes progress."""
+"""Detects environment coroutines that block the event loop: while one does, no session on the server makes progress."""
 
 import logging
 import time
@@ -13,7 +13,8 @@ HELD_UP_S = 1.0
 
 
 def watched(work: Awaitable[T], name: str, session: str) -> "Watched[T]":
-    """Await work of a session's environment, and warn if it blocked the loop that all sessions of the server share."""
+    """Await work from a session's environment, and warn if it blocked the loop that all of the server's sessions
+    share."""
 
     def note(longest_s: float) -> None:
         if longest_s >= HELD_UP_S:
@@ -29,8 +30,8 @@ def watched(work: Awaitable[T], name: str, session: str) -> "Watched[T]":
 
 
 class Watched(Generic[T]):
-    """Awaits work of an environment, and calls `note` with the longest time, in seconds, for which a single step
-    blocked the loop."""
+    """Awaits an environment's work, and calls `note` with the longest time, in seconds, for which a single step blocked
+    the loop."""
 
     def __init__(self, work: Awaitable[T], note: Callable[[float], None]) -> None:
         self._work = work

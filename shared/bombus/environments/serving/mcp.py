@@ -24,7 +24,7 @@ PATH = "/mcp"
 
 
 class PostedSessions(Protocol):
-    """The sessions of a server by name. `gone` is done once the requesting client has disconnected."""
+    """A server's sessions by name. `gone` is done once the requesting client has disconnected."""
 
     async def open_by_post(self, wait_s: float, gone: ClientGone) -> str:
         """Open a session, and return its name. Raises `NotLetIn`."""
@@ -43,7 +43,7 @@ async def answer_post(sessions: PostedSessions, request: Request, body: bytes, g
     """Answer a POST from an authorized caller. Raises `NotLetIn` for paths other than `/mcp`.
 
     A failed JSON-RPC request, even if it failed for lack of a free slot, gets a JSON-RPC error as its answer: OpenEnv's
-    client shows the message of such an error, but only the number of an HTTP status.
+    client shows the message in such an error, but for an HTTP error only the status code.
     """
     url = url_of(request)
     if url.path != PATH:

@@ -11,8 +11,8 @@ PAGE = Path(__file__).with_name("playground.html")
 def playground(name: str) -> Mapping[str, tuple[str, bytes]]:
     """Return a mapping from the page's path to its content type and body.
 
-    The page holds the slot while it is open: on a server with several slots, a forgotten page would take one from a
-    training job.
+    The page holds the slot while it is open: on a server with several slots, a forgotten page would take one away from
+    a training job.
     """
     page = PAGE.read_text().replace("{{name}}", html.escape(name))
     return {"/": ("text/html; charset=utf-8", page.encode())}
@@ -20,7 +20,7 @@ def playground(name: str) -> Mapping[str, tuple[str, bytes]]:
 
 def openapi(metadata: Mapping[str, str]) -> dict[str, object]:
     """Return the OpenAPI document. It omits OpenEnv's `/reset`, `/step` and `/state`, which share one environment: here
-    each client has its own session, as in what OpenEnv calls production mode."""
+    each client has its own session, as in OpenEnv's production mode."""
     said = {
         "/health": ("get", "The numbers of slots, of leases and of waiting clients"),
         "/metadata": ("get", "The name and the description of the environment"),

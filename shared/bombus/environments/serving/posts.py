@@ -1,4 +1,4 @@
-"""POST requests to the port of an environment server. The WebSocket library itself handles only GET."""
+"""POST requests to an environment server's port. The WebSocket library itself handles only GET."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,8 +15,8 @@ from bombus.environments.serving.admission import NotLetIn
 from bombus.errors import Code
 
 POST = b"POST "
-REQUEST_S = 10.0  # time for a whole request to arrive
-ANSWER_S = 60.0  # time for its answer to be read
+REQUEST_S = 10.0  # time limit for a whole request to arrive
+ANSWER_S = 60.0  # time limit for the client to read the answer
 
 ClientGone = asyncio.Future[Any]  # done once the client has disconnected
 PostAnswerer = Callable[[Request, bytes, ClientGone], Awaitable[Response]]
@@ -25,13 +25,13 @@ PostAnswerer = Callable[[Request, bytes, ClientGone], Awaitable[Response]]
 class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets is not installed for every check
     """A connection that begins with a POST is answered once and closed; the library handles any other connection.
 
-    Either kind is cut if no complete request arrives in time.
+    Either kind of connection is cut if no complete request arrives in time.
     """
 
     def __init__(self, *args: Any, answer: PostAnswerer, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._answer = answer
-        self._begun: bytes | None = b""  # bytes received before the method is known; None after that
+        self._begun: bytes | None = b""  # bytes received before the method is known, or None after that
         self._post: h11.Connection | None = None
         self._head: h11.Request | None = None
         self._body = bytearray()

@@ -39,7 +39,7 @@ class BackendKind(StrEnum):
 
     NONE = "none"  # only the server's own process
     MINISTACK = "ministack"  # an AWS simulator for each
-    SHELL = "shell"  # a sandbox for commands for each
+    SHELL = "shell"  # each environment has a sandbox for commands
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ def _sandbox(number: int) -> Backend:
 async def deployed(
     deployment: Deployment, bound: socket.socket, environment: Mapping[str, str]
 ) -> AsyncIterator[EnvironmentServer]:
-    """Serve a class while the block runs. Raises `Refused` if it cannot be served, or `InfraError`."""
+    """Serve a class while the block runs. Raises `Refused` if the class cannot be served, or `InfraError`."""
     make = load_class(deployment.path)
     check_backend(make, deployment)
     names = OwnHostNames(str(bound.getsockname()[0]), deployment.host_names)

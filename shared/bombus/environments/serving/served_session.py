@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRANSCRIPT_MESSAGES_MAX = 4096  # the most messages in an episode that its client plays step by step
-TRANSCRIPT_CHARACTERS_MAX = MESSAGE_BYTES_MAX  # the most characters in its texts, as in a transcript from a client
-TEXT_CHARACTERS_MAX = 1_000_000  # the longest result of a tool: JSON takes at most six bytes for each character
+TRANSCRIPT_CHARACTERS_MAX = MESSAGE_BYTES_MAX  # the most characters in the episode's texts, as in a client's transcript
+TEXT_CHARACTERS_MAX = 1_000_000  # the longest text of a tool's result: JSON takes at most six bytes for each character
 NOT_RESET = "the environment has no task yet: send a reset first"
 
 
@@ -88,7 +88,7 @@ class EnvironmentSource(Protocol):
 
 
 class ServedSession:
-    """Answers the messages of one session, one at a time.
+    """Answers the messages in one session, one at a time.
 
     `answer` raises `InfraError` if the environment broke, which ends the session. For a client that plays step by step,
     the transcript is kept here, because only the environment's rules say when an episode is over and what its reward
@@ -105,8 +105,8 @@ class ServedSession:
         """Take an environment that `source` made. Its backend is reset before each reset of the environment, and
         checked after a failure and before a score, so that a dead backend is never mistaken for the model's fault.
 
-        Each message has its own task of `answer`; `is_stopped` returns whether the current one was cancelled. Any other
-        cancellation is a failure of the environment.
+        Each message is answered in a task of its own; `is_stopped` returns whether the current task was cancelled. Any
+        other cancellation is a failure of the environment.
         """
         self.environment = environment
         self._source = source
@@ -122,7 +122,8 @@ class ServedSession:
     async def answer(self, message: WireMessage, is_posted: bool = False) -> WireMessage:
         """Carry out a message other than `close`. Raises `InfraError`.
 
-        A client that posts its tool calls does not send a transcript of them, so they are added to the one kept here.
+        A client that posts its tool calls does not send a transcript of those calls, so they are added to the
+        transcript kept here.
         """
         try:
             match message.type:
@@ -213,8 +214,8 @@ class ServedSession:
         return ToolOutcome(text=_sendable(outcome.text), failed=outcome.failed)
 
     def _watched(self, work: Awaitable[T], name: str) -> Awaitable[T]:
-        """Await work of the environment. A `SystemExit` in it is a failure of the environment and does not end the
-        server."""
+        """Await the environment's work. A `SystemExit` raised there is a failure of the environment and does not end
+        the server."""
         return watched(contained_here(work, self._is_stopped), name, self.session)
 
     def _said(self, message: dict[str, Any], characters: int) -> None:
@@ -309,7 +310,7 @@ def _sendable(text: str) -> str:
 
 
 def _seen(data: dict[str, Any], call: ToolCall, outcome: ToolOutcome) -> dict[str, Any]:
-    """Return the observation of a step, in the format of its request."""
+    """Return the observation from a step, in the same format as the request for the step."""
     if "tool" in data:
         return {"text": outcome.text, "failed": outcome.failed}
     error = {"error_type": "execution_error", "message": outcome.text} if outcome.failed else None

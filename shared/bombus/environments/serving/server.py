@@ -1,4 +1,4 @@
-"""The environment server: leases of slots over WebSockets. `slots.py` decides about the slots."""
+"""The environment server: leases of slots over WebSockets. `slots.py` contains the rules for the slots."""
 
 import asyncio
 import contextlib
@@ -98,7 +98,7 @@ class _Seat:
         self.gone: ClientGone | None = None
 
     def made(self) -> AgentEnvironment | None:
-        """Return the environment, or None if there is none, or none yet."""
+        """Return the environment, or None if none has been made."""
         making = self.making
         if making is None or not making.done() or making.cancelled() or making.exception() is not None:
             return None
@@ -140,7 +140,7 @@ class EnvironmentServer:
     # ---- the handshake ----------------------------------------------------------------------------------------
 
     async def admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer a request that opens no session, or return None once the session has a slot with an environment."""
+        """Answer a request that opens no session, or return None once the session has a slot and an environment."""
         try:
             return await self._admit(connection, request)
         except NotLetIn as refused:
@@ -174,7 +174,7 @@ class EnvironmentServer:
         return None
 
     def _held_by(self, connection: ServerConnection, session: str, seat: _Seat) -> ClientGone:
-        """End a session when its connection closes. Returns a future that is done then."""
+        """Make a session end when its connection closes. Returns a future that is done at that time."""
         gone: ClientGone = asyncio.ensure_future(connection.wait_closed())
         gone.add_done_callback(lambda _: self._do(Release(session)))
         seat.gone = gone
@@ -216,7 +216,7 @@ class EnvironmentServer:
             raise _stopping() if self._closing else busy
 
     async def _make_environment(self, session: str, seat: _Seat) -> None:
-        """Make a session's environment. Until then, the client waits for the handshake and cannot send heartbeats."""
+        """Make a session's environment. Meanwhile, the client waits for the handshake and cannot send heartbeats."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         seat.making = making = asyncio.create_task(self._source.make(session, over.done))
         until = self._clock() + round(HANDSHAKE_S * SECOND)
@@ -244,7 +244,8 @@ class EnvironmentServer:
     # ---- a session ----------------------------------------------------------------------------------------------
 
     async def serve_session(self, connection: ServerConnection) -> None:
-        """Answer the messages of a session until it ends, which may be while one of them is still being carried out."""
+        """Answer the messages in a session until the session ends, which may be while a message is still being carried
+        out."""
         session = self._sessions.get(connection, "")
         seat = self._seats.get(session)
         if seat is None or seat.work is None or seat.gone is None:  # its lease ended during the handshake
@@ -261,7 +262,7 @@ class EnvironmentServer:
         await asyncio.wait({seat.gone})  # `_clean` closes the connection, and says why the session ended
 
     async def _talk(self, session: str, connection: ServerConnection, seat: _Seat, work: SessionWork) -> None:
-        """Answer the messages of a connection one after another, each in its own task."""
+        """Answer the messages on a connection one after another, each in its own task."""
         goes_on = True
         with contextlib.suppress(ConnectionClosed):
             while goes_on:
@@ -307,7 +308,7 @@ class EnvironmentServer:
     async def open_by_post(self, wait_s: float, gone: ClientGone) -> str:
         """Open a session without a connection, and return its name. Raises `NotLetIn`.
 
-        Until a connection attaches to it, the session ends if no call is made for a lease's time to live.
+        Until a connection attaches, the session ends if no call is made for a lease's time to live.
         """
         session, seat = secrets.token_hex(16), _Seat()
         self._seats[session] = seat
@@ -320,7 +321,7 @@ class EnvironmentServer:
     async def call_by_post(self, session: str, data: dict[str, Any], gone: ClientGone) -> WireMessage:
         """Carry out a JSON-RPC request in a session. Raises `NotLetIn`.
 
-        If the client disconnects during the call, the state of its session is uncertain, so the session ends.
+        If the client disconnects during the call, the session's state is uncertain, so the session ends.
         """
         seat = self._live(session)
         assert seat.work is not None
@@ -416,7 +417,7 @@ class EnvironmentServer:
         return not was_cut
 
     async def _within(self, failure: str, session: str, work: Awaitable[None]) -> bool:
-        """Await one part of a session's cleanup, and return whether it succeeded in time."""
+        """Await one part of a session's cleanup, and return whether that part succeeded in time."""
         try:
             async with asyncio.timeout(self.settings.close_s):
                 await contained(work)
@@ -439,8 +440,8 @@ class EnvironmentServer:
             before = now
 
     async def close(self) -> None:
-        """End all sessions, and wait until their environments are cleaned up. Each takes at most about four times
-        `close_s`."""
+        """End all sessions, and wait until their environments are cleaned up, which takes at most about four times
+        `close_s` for each."""
         self._closing = True
         for session in [*self.table.queue, *self.table.leases]:
             self._do(Release(session))

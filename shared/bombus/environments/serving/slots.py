@@ -24,8 +24,8 @@ class LeaseEnd(StrEnum):
 class SlotSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How many environments there are, and how long a silent or idle session keeps its slot.
 
-    A slot that is being cleaned is nearly free: a client waits for it for up to `clean_ns`, even if it did not ask to
-    wait.
+    A slot that is being cleaned is nearly free: a client waits up to `clean_ns` for such a slot, even if it did not ask
+    to wait.
     """
 
     slots: int
@@ -47,7 +47,8 @@ class Acquire(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A session's client gave a sign of life. `worked` says that it used its environment and was not just connected."""
+    """A session's client gave a sign of life. `worked` says that the client used its environment and was not just
+    connected."""
 
     session: str
     now_ns: int
@@ -98,7 +99,7 @@ class LeaseRenewed(msgspec.Struct, frozen=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True):
-    """A session has lost its slot, which is not free until it has been cleaned."""
+    """A session has lost its slot. The slot is not free until it has been cleaned."""
 
     session: str
     slot: int
@@ -139,7 +140,7 @@ class SlotTable:
         self.free = deque(range(settings.slots))
         self.leases: dict[str, SlotLease] = {}
         self.cleaning: set[int] = set()
-        self.queue: dict[str, int] = {}  # session -> deadline, in order of arrival
+        self.queue: dict[str, int] = {}  # session -> deadline, in the order in which they arrived
 
 
 def decide(command: SlotCommand, table: SlotTable) -> list[SlotEvent]:

@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class ClassSource:
-    """Makes an instance of a class for each session: a plain class, or one that is already an `AgentEnvironment`.
+    """Makes an instance of a class for each session. The class is a plain one, or already an `AgentEnvironment`.
 
-    If the class's `__init__` has a parameter `backend`, it gets a backend from the pool, which belongs to the session
-    until the session ends, or `REAL`.
+    If the class's `__init__` has a parameter `backend`, it gets either a backend from the pool, which belongs to the
+    session until the session ends, or `REAL`.
     """
 
     def __init__(self, kind: Callable[..., Any], backends: BackendPool | RealBackend | None = None) -> None:
@@ -34,7 +34,7 @@ class ClassSource:
             raise Refused(Code.BAD_CONFIG, why)
         self._real = backends if takes is not None and isinstance(backends, RealBackend) else None
         self._backends = backends if takes is not None and isinstance(backends, BackendPool) else None
-        self._abandoned: set[asyncio.Task[None]] = set()  # tasks making environments that are no longer awaited
+        self._abandoned: set[asyncio.Task[None]] = set()  # tasks that are still making environments no longer awaited
         self._is_plain = not is_environment(kind)
         self._tools = _tools_of(kind, takes is not None) if self._is_plain else ()
         self.exhausted = self._backends.exhausted if self._backends is not None else "Environment pool exhausted"
@@ -59,7 +59,7 @@ class ClassSource:
             raise
 
     async def _made(self, make: Callable[[], Any], is_stopped: Callable[[], bool]) -> AgentEnvironment:
-        """Make an instance in a thread, because that may take a while: other sessions must keep running."""
+        """Make an instance in a thread, because that may take a while and other sessions must keep running."""
         if not self._is_plain:
             found: AgentEnvironment = await in_a_thread(make, "make")
             return found
@@ -80,7 +80,7 @@ class ClassSource:
             await self._backends.give_back(session, in_use=in_use)
 
     def tools(self) -> Sequence[ToolSchema]:
-        """Return the tools that are known before a reset, which only a plain class has."""
+        """Return the tools that are known before a reset. Only a plain class has such tools."""
         return self._tools
 
     def metadata(self) -> dict[str, str]:

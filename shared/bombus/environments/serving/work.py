@@ -21,8 +21,8 @@ class SessionWork:
         step_s: float,
         over: asyncio.Future[None],
     ) -> None:
-        """Take an environment made by `source`. `end` resolves `over`, so the environment can also see there that it
-        was stopped."""
+        """Take an environment made by `source`. `end` resolves `over`, which also tells the environment that it was
+        stopped."""
         self.over = over
         self.step: asyncio.Task[Any] | None = None  # the task that is carrying out a message
         self.was_cut = False  # a message was cancelled: its code may still be running, even if the message has ended
@@ -33,10 +33,11 @@ class SessionWork:
         self._late: tuple[asyncio.Task[Any], WireMessage] | None = None  # the task that took too long, and its answer
 
     async def carry_out(self, message: WireMessage, is_posted: bool = False) -> WireMessage | None:
-        """Carry out a message once the previous messages are done. Returns None if it came too late or took too long.
+        """Carry out a message once the previous messages are done. Returns None if the message came too late or took
+        too long.
 
-        Each message has its own task, which only `end` cancels. Any other cancellation in it must therefore come from
-        the environment's code, which needs no further task.
+        Each message has its own task, which only `end` cancels. Any other cancellation in the task must therefore come
+        from the environment's code, which needs no further task.
         """
         async with self._turn:
             if self.is_broken or self.over.done():
@@ -59,7 +60,7 @@ class SessionWork:
         return self._late[1] if self._late is not None and self._late[0] is step else None
 
     def end(self) -> None:
-        """Cancel the message that is being carried out. No other message is carried out after that."""
+        """Cancel the message that is being carried out. No further messages are carried out."""
         self.was_cut |= self.step is not None
         if not self.over.done():
             self.over.set_result(None)

@@ -1,7 +1,7 @@
 """The events of a hive, named in the past tense. All state is the fold of the events.
 
 Events only ever gain fields: a new field gets a default, and no field is renamed or given a different meaning.
-tests/logs has logs from every released version, which must always fold.
+tests/logs contains logs from every released version, all of which must still fold.
 """
 
 import msgspec

@@ -23,12 +23,12 @@ class AbortReason(StrEnum):
     INFRA = "infra"  # an infrastructure failure: no reward, and not counted in its group's statistics
     MULTI_MODEL = "joint"  # another episode of its multi-model episode was aborted
     SILENT = "silent"  # its client, which sends heartbeats, was silent for too long
-    CROWDED = "crowded"  # its key pinned more than its share of a full stream of calls
+    CROWDED = "crowded"  # its key pinned more than its share of the stream of calls, which was full
 
     @property
     def failure(self) -> FailureKind | None:
-        """The kind of failure if an abort does not give one, for instance because the hive made it. None: nothing
-        failed."""
+        """Return the kind of failure for an abort that does not give one, for instance an abort by the hive. Returns
+        None if nothing failed."""
         match self:
             case AbortReason.IDLE | AbortReason.UNCONFIRMED | AbortReason.SILENT:
                 return FailureKind.CLIENT
@@ -45,7 +45,7 @@ class DropReason(StrEnum):
     STALE = "stale"
     OVERFLOW = "overflow"
     UNTAKEN = "untaken"  # in an operations run: its client did not take it in time
-    UNFIT = "unfit"  # in a rollout-group run: it cannot become a rollout group
+    UNFIT = "unfit"  # in a rollout-group run: it cannot be turned into a rollout group
 
 
 class RunKind(StrEnum):
@@ -95,15 +95,15 @@ class OperationLimits(msgspec.Struct, frozen=True, kw_only=True):
     sessions_max: int = 256
     models_max: int = 16
     waiting_max: int = 256  # the most waiting operations of one model
-    operations_max: int = 4096  # the most of one model, including executed ones not yet in a checkpoint
-    bodies_bytes_max: int = 512 << 20  # total of waiting operations, and of executed ones not in a checkpoint
+    operations_max: int = 4096  # the most operations of one model, including executed ones not yet in a checkpoint
+    bodies_bytes_max: int = 512 << 20  # total size of waiting operations, and of executed ones not yet in a checkpoint
     results_bytes_max: int = 256 << 20  # above this, the oldest results are dropped
     results_s: float = 3600.0  # how long results can be read after their session has ended
     session_idle_s: float = 3600.0  # for a session that does not give an idle time
-    run_idle_s: float = 300.0  # a run without a model ends after this
+    run_idle_s: float = 300.0  # time after which a run without a model ends
     checkpoints_max: int = 1000
-    executions_max: int = 3  # attempts at one operation when each trainer ends before it has a result
-    episodes_s: float = 86_400.0  # how long an ended episode waits to be taken
+    executions_max: int = 3  # attempts at one operation if each trainer ends before it has a result
+    episodes_s: float = 86_400.0  # how long an ended episode waits for its client to take it
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 300.0
     boot_s: float = 1800.0
     sync_s: float = 600.0
-    agreed_sync_s: float = 6.0  # the shortest sync with the methods by agreement
+    agreed_sync_s: float = 6.0  # the shortest sync under the methods that rely on the clients' agreement
     client_silence_s: float = 15.0  # silence after which the episodes of a client that sends heartbeats are aborted
     max_step_failures: int = 3
     replay_steps: int = 1000  # number of steps whose calls are kept for replay while there is room (R12)
@@ -129,7 +129,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     operations: OperationLimits = msgspec.field(default=OperationLimits(), name="tenancy")
     # The job trains on groups that environments have scored.
     rollout_groups: bool = msgspec.field(default=False, name="scored_groups")
-    episode_groups: bool = False  # whether its episodes become rollout groups, from which batches are formed
+    episode_groups: bool = False  # whether the job's episodes become rollout groups, from which batches are formed
 
     @property
     def episode_target(self) -> int:
@@ -137,13 +137,13 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained_staleness(self) -> int | None:
-        """Return the greatest age at which a token is trained on (R14); None if it is 0: the coordinator then enforces
-        it."""
+        """Return the greatest age at which a token is trained on (R14), or None if that age is 0, because the
+        coordinator then enforces it."""
         return self.max_staleness or None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """A fact on the log. `at_ns` is the time of the inbox message that was decided (R5), and never decreases."""
+    """A fact on the log. `at_ns` is the time of the inbox message that led to it (R5), and never decreases."""
 
     at_ns: int = 0
     engine: str = HIVE

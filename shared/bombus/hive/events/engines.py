@@ -8,8 +8,8 @@ from bombus.hive.fates import StepTokens
 
 
 class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
-    """A coordinator has become the leader. The event gives the limits of the streams `calls` and `trajectories`, 0 for
-    none."""
+    """A coordinator has become the leader. The event gives the limits of the streams `calls` and `trajectories`, or 0
+    if there is no limit."""
 
     epoch: int
     leader: str
@@ -32,7 +32,7 @@ class EngineConfigured(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The checkpoint at which a run begins: that of step `step` of an earlier run.
+    """The checkpoint at which a run begins: the one at step `step` of an earlier run.
 
     `changed` lists the trainer's settings that have changed since that run, each with both values.
     """
@@ -47,8 +47,9 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
     """A run has started. It `begins` at a checkpoint, or at the model as loaded.
 
-    If it begins at the model as loaded although an earlier run has left checkpoints, `anew` says why. A run that serves
-    training operations has a `base`, and a run without a `config_digest` hands out its batches to an outside trainer.
+    If the run begins at the model as loaded although an earlier run has left checkpoints, `anew` says why. A run that
+    serves training operations has a `base`, and a run without a `config_digest` hands out its batches to an outside
+    trainer.
     """
 
     run: int
@@ -56,12 +57,12 @@ class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
     command: str = ""
     begins: Beginning | None = None
     anew: str = ""
-    run_kind: RunKind = RunKind.EPISODES  # read from older logs but no longer written: the default has no meaning
+    run_kind: RunKind = RunKind.EPISODES  # read from older logs but no longer written; the default means nothing
     base: str = ""
 
 
 class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):
-    """The engine reached a stage of booting, which is shown as `engine_status_detail`."""
+    """The engine reached a stage of booting. The stage is shown as `engine_status_detail`."""
 
     run: int
     stage: str
@@ -103,8 +104,8 @@ class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
 
 
 class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
-    """A command to configure, start, stop or resume changed nothing: it was refused, for the reason `why`, or not
-    needed.
+    """A command to configure, start, stop or resume changed nothing, because it was refused, for the reason `why`, or
+    was not needed.
 
     If the same command is sent again, even much later and under another leader, it gets the same answer and has no
     effect.
@@ -112,15 +113,15 @@ class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
     command: str
     run: int
-    code: Code | None = None  # None if it was not refused
+    code: Code | None = None  # None if the command was not refused
     why: str = ""
 
 
 class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a gateway renders conversations with a model and parses its turns.
+    """How a gateway renders conversations with a model and parses the model's turns.
 
     `template` is a digest of everything that determines prompts. `tool_calls` and `reasoning` name the syntaxes in
-    which these are parsed, or are "text" if they stay text.
+    which tool calls and reasoning are parsed, or are "text" if these stay text.
     """
 
     template: str
@@ -155,7 +156,7 @@ class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync
 
 
 class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):
-    """A trainer has opened the run. It counts as gone after `patience_s` of silence; 0 if it gave no time."""
+    """A trainer has opened the run. It counts as gone after `patience_s` of silence (0 if the trainer gave no time)."""
 
     run: int
     trainer: str
@@ -168,8 +169,8 @@ class TrainerStalled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     """A trainer has made no progress for `still_s` or, if `silent`, sent no message for that long. Its epoch ends
     (R11).
 
-    `doing` is the work in which it stalled, "" if it was waiting. `failures` counts the failures of the step that it
-    owed, if any, including this one.
+    `doing` is the work in which the trainer stalled, or "" if it was waiting. `failures` counts the failures of the
+    step that the trainer owed, if any, including this one.
     """
 
     run: int
@@ -209,8 +210,8 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `bytes` and `sha256` always describe the whole safetensors file; `tokenizer` is the name of an object. With the
     format `safetensors-delta`, only the changes since version `base` are stored, in a file with the size `delta_bytes`
-    and the hash `delta_sha256`. With the format `safetensors-lora`, the version is an adapter for the full copy
-    `adapter_of`.
+    and the hash `delta_sha256`. With the format `safetensors-lora`, the version is an adapter that applies to the full
+    copy `adapter_of`.
     """
 
     where: str
@@ -232,8 +233,8 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Canary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a trainer computes with a version: the logprobs of the sequences in `bombus.weights.canary`, in float64.
 
-    `dtype` is the precision in which the model was published, and `bits` a sum of the bits of all its weights, "" for
-    an adapter. `effect` is the root mean square of what an adapter changes in these logprobs.
+    `dtype` is the precision in which the model was published. `bits` is a sum of the bits of all its weights, or "" for
+    an adapter. `effect` is the root mean square of the change that an adapter makes to these logprobs.
     """
 
     logprobs: tuple[float, ...]
@@ -243,9 +244,10 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CanaryCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How far a replica's logprobs of the canary are from the trainer's, in nats, and what its rounding explains.
+    """How far a replica's logprobs of the canary are from the trainer's, in nats, and the `limit` that rounding
+    explains.
 
-    Of the sequences, three are at least `difference` apart. `way` says how they were computed.
+    At least three of the sequences differ by `difference` or more. `way` says how the logprobs were computed.
     """
 
     difference: float
@@ -254,7 +256,7 @@ class CanaryCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.ready"):
-    """A policy version can be loaded. `canary` is None if its trainer computes none."""
+    """A policy version can be loaded. `canary` is None if the trainer computes none."""
 
     run: int
     version: int
@@ -265,8 +267,9 @@ class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="we
 class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
-    supports structured output. `canary` is None if its weights were not compared with the trainer's.
+    `sequence_tokens` is the longest sequence that the replica serves, or 0 if it does not say. `constrains` says
+    whether the replica supports structured output. `canary` is None if the replica's weights were not compared with the
+    trainer's.
     """
 
     run: int

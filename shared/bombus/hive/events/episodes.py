@@ -11,10 +11,10 @@ from bombus.hive.trajectories.queue import QueuedGroup
 
 
 class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The weights from which an episode's calls are sampled in an operations run: an adapter, or the base if all fields
-    are "".
+    """The weights from which an episode's calls are sampled in an operations run: an adapter, or the base model if all
+    fields are "".
 
-    `checkpoint` is its `MODEL/USE/NAME`, and `address` the hash of its weights file, which is in `folder`.
+    `checkpoint` is the adapter's `MODEL/USE/NAME`, and `address` the hash of its weights file, which is in `folder`.
     """
 
     checkpoint: str = ""
@@ -25,10 +25,10 @@ class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
     """A claim was granted, for one episode or a whole group. `version` is the policy version at the claim.
 
-    `owner` is the name of the client's key, "" if it has none, and `admin` says whether that is the hive's admin key.
-    `sampler` is set only in operations runs. A multi-model episode has `partners` on other engines, claimed in the same
-    decision: by engine, in the order of `episodes`. `touches` says whether the client sends heartbeats while it holds
-    the episodes.
+    `owner` is the name of the client's key, or "" if the key has none, and `admin` says whether that key is the hive's
+    admin key. `sampler` is set only in operations runs. A multi-model episode has `partners` on other engines, claimed
+    in the same decision: they are listed by engine, in the order of `episodes`. `touches` says whether the client sends
+    heartbeats while it holds the episodes.
     """
 
     run: int
@@ -47,7 +47,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A recorded call. `oldest` and `newest` are the policy versions of its sampled tokens.
+    """A recorded call. `oldest` and `newest` are the oldest and newest policy versions among its sampled tokens.
 
     For recorded samples of a training client, `episode` is "", and `holder` names the share that they count toward.
     """
@@ -62,9 +62,9 @@ class NotedCall(msgspec.Struct, frozen=True, array_like=True):
     late: bool = False
     merged: bool = False  # it extended an earlier call of its episode token for token
     masked: bool = False  # an auxiliary call made by its harness, which the job does not train on
-    incomplete: bool = False  # part of its conversation, such as an image, was left out of its prompt
+    incomplete: bool = False  # part of its conversation, such as an image, is missing from its prompt
     bytes: int = 0  # the size of its record in the stream `calls`
-    sampler: str = ""  # the address of the adapter that sampled it; "": the engine's own policy, or the base
+    sampler: str = ""  # the address of the adapter that sampled it, or "" for the engine's own policy or the base
     holder: str = ""
 
 
@@ -74,13 +74,13 @@ class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The end of an episode as its client reported it, and the calls that belong to it from then on (R7).
+    """The end of an episode as its client reported it, and the calls that belong to the episode from then on (R7).
 
-    On the log it has no `calls`, except in events of older versions: the fold adds the calls that were noted as
-    complete before it. `call_rewards`, if given, has a reward for each call that is not masked, in order; `reward` is
-    then their mean. `digest` is the digest of the report or, for a multi-model episode, of the results of all its
-    episodes. `data_set` is the name of the task's data set, "" if the client gives none. `failure` is the budget that
-    the episode used up, or None.
+    On the log an outcome has no `calls`, except in events of older versions: the fold adds the calls that were noted as
+    complete before the outcome. `call_rewards`, if given, has a reward for each call that is not masked, in order;
+    `reward` is then their mean. `digest` is the digest of the report or, for a multi-model episode, of the results of
+    all its episodes. `data_set` is the name of the task's data set, or "" if the client gives none. `failure` is the
+    budget that the episode used up, or None.
     """
 
     episode: str
@@ -107,7 +107,7 @@ class EpisodeEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="ep
 
 
 class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.aborted"):
-    """Episodes ended without a reward. `failure` is the kind that the client reported; see `failed_by`."""
+    """Episodes ended without a reward. `failure` is the kind of failure that the client reported; see `failed_by`."""
 
     run: int
     episodes: tuple[str, ...]
@@ -148,8 +148,8 @@ class PoolCleared(Event, frozen=True, kw_only=True, omit_defaults=True, tag="poo
 class BatchEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An episode in a batch.
 
-    On the log it has neither `calls` nor `call_rewards`, because a large batch with them might not fit into one
-    message: the fold adds them from the pool. Events of older versions have them.
+    On the log it has neither `calls` nor `call_rewards`, because a large batch that includes them might not fit into
+    one message: the fold adds them from the pool. Events of older versions have them.
     """
 
     episode: str

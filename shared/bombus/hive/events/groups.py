@@ -10,8 +10,8 @@ from bombus.hive.trajectories.queue import QueuedGroup
 class TrainerRegistered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.registered"):
     """An outside trainer has registered for this run's batches, of `batch_size` sequences each.
 
-    The other settings are passed on to environments and to trackers of the run. `owner` is the name of the key that
-    registered it (or `bombus.hive.shares.ADMIN`), which receives the batches.
+    The other settings are passed on to environments and to trackers of the run. `owner` is the name of the key with
+    which the trainer registered (or `bombus.hive.shares.ADMIN`); clients with that key receive the batches.
     """
 
     run: int
@@ -37,8 +37,8 @@ class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, ta
     """An environment has joined in order to push groups. If it falls silent and returns, it joins under the same
     number.
 
-    `minimum` is the fraction of each batch that it requests, and `owner` the name of its client's key. `admin` says
-    whether that is the hive's admin key.
+    `minimum` is the fraction of each batch that the environment requests, and `owner` the name of its client's key.
+    `admin` says whether that key is the hive's admin key.
     """
 
     environment: int
@@ -70,7 +70,7 @@ class GroupsPushed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="gr
     groups: tuple[QueuedGroup, ...]
     key: str = ""
     episodes: tuple[str, ...] = ()
-    version: int = -1  # -1 if not made from episodes, or made by an older release
+    version: int = -1  # -1 if the group was not made from episodes, or by an older release
 
 
 class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.handed_out"):
@@ -82,14 +82,14 @@ class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class BatchDelivered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.delivered"):
-    """The whole batch was sent to the trainer that requested it, whose next request gets the next batch."""
+    """The whole batch was sent to the trainer that requested it. That trainer's next request gets the next batch."""
 
     run: int
     number: int
 
 
 class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.given_up"):
-    """Groups were dropped: their bodies are lost, they waited too long, or their key stored too much.
+    """Groups were dropped because their bodies are lost, they waited too long, or their key stored too much.
 
     If `number` is 0, the groups were in the queue. Otherwise they were in the batch `number` that was handed out, whose
     other groups are queued again, or in the batch of our own trainer's step `number`, which is then made without them.
@@ -109,7 +109,8 @@ class MovedBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BodiesMoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="bodies.moved"):
-    """The bodies of groups that have waited long were stored again, so that messages before them can be purged."""
+    """The bodies of groups that have waited long were stored again, so that the messages before the new copies can be
+    purged."""
 
     moved: tuple[MovedBody, ...]
 
@@ -119,7 +120,7 @@ class GroupsReset(Event, frozen=True, kw_only=True, omit_defaults=True, tag="gro
 
 
 class HolderFloor(msgspec.Struct, frozen=True, array_like=True):
-    """The sequence in `trajectories` before which no bodies of a holder's groups on an engine are needed."""
+    """The sequence number in `trajectories` before which none of a holder's bodies on an engine are needed."""
 
     engine: str
     holder: str
@@ -127,7 +128,8 @@ class HolderFloor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrajectoriesReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trajectories.released"):
-    """The messages of `trajectories` before `below` may be purged, and some holders' messages before a later sequence.
+    """The messages of `trajectories` before `below` may be purged, and for some holders, their messages before a later
+    sequence number.
 
     A group whose body is older is refused.
     """

@@ -9,11 +9,12 @@ from bombus.hive.records import BodyRef
 
 
 class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.opened"):
-    """A client of training operations has opened a session, which ends after `idle_s` without a message from it.
+    """A client of training operations has opened a session, which ends after `idle_s` without a message from the
+    client.
 
-    `owner` is the name of its key, "" if it has none; `dialect` is the gateway's note about the client. A session
-    `for_model` ends when its model has ended or could not be created. A session of the hive's `admin` key has a
-    separate share.
+    `owner` is the name of the client's key, or "" if the key has none; `dialect` is the gateway's note about the
+    client. A session `for_model` ends when its model has ended or could not be created. A session opened with the
+    hive's admin key (`admin`) has a separate share.
     """
 
     session: str
@@ -51,7 +52,7 @@ class ModelOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="mod
     """A model accepts operations. The first operation, accepted together with this event, creates the model from
     `base`.
 
-    `metadata` was set by its client.
+    `metadata` was set by the model's client.
     """
 
     run: int
@@ -84,10 +85,10 @@ class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 class ModelRebuilding(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.remaking"):
     """A trainer rebuilds a model from its recovery checkpoint and the operations executed since.
 
-    If an earlier trainer began to rebuild it and ended, the `number` of each operation is recorded before the operation
-    is executed again (and the checkpoint's number before the checkpoint is loaded). Operations that several trainers
-    have not survived are not retried (`OperationLimits.executions_max`). `over` says that the trainer has finished
-    rebuilding.
+    If an earlier trainer ended while rebuilding the model, the `number` of each operation is recorded before the
+    operation is executed again (and the checkpoint's number before the checkpoint is loaded). Operations that several
+    trainers have not survived are not retried (`OperationLimits.executions_max`). `over` says that the trainer has
+    finished rebuilding.
     """
 
     run: int
@@ -98,12 +99,12 @@ class ModelRebuilding(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.accepted"):
-    """An operation was accepted and waits until all earlier ones are done: it is the `number`th of its model.
+    """An operation, the `number`th one of its model, was accepted and waits until all earlier ones are done.
 
-    Its body is in the stream `ops`. An operation without a body ends the model of a session that has ended; it first
-    saves the model as `save_as`, unless that is "". A `passive` operation, such as a forward pass, does not change the
-    model. The client's `metadata` is attached to what the operation saves. If the operation `reads` a saved model,
-    named by its `kept_id`, that model is kept until the operation has been executed.
+    Its body is in the stream `ops`. An operation without a body ends a model whose session has ended; it first saves
+    the model as `save_as`, unless that is "". A `passive` operation, such as a forward pass, does not change the model.
+    The client's `metadata` is attached to what the operation saves. If the operation `reads` a saved model, named by
+    its `kept_id`, that model is kept until the operation has been executed.
     """
 
     run: int
@@ -124,7 +125,7 @@ class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class OperationBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begun"):
-    """A trainer begins to execute an operation, the first one that it executes for this model.
+    """A trainer begins to execute an operation, the first one that this trainer executes for the model.
 
     An operation fails if several trainers have begun it and then ended (`OperationLimits.executions_max`).
     """
@@ -157,8 +158,8 @@ class OperationCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, t
     """An operation was executed. This is its only result (R17).
 
     `step` counts the model's optimizer steps. `made` is the shape of the model if this is the operation that created
-    it, and `loaded` is a hash of the checkpoint that was loaded. `by_server` says that it failed through the server's
-    fault.
+    the model, and `loaded` is a hash of the checkpoint that was loaded. `by_server` says that the operation failed
+    through the server's fault.
     """
 
     run: int
@@ -202,12 +203,12 @@ class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.kept"):
-    """A model was saved for its client, replacing any saved model of the same use and name. It outlives the model and
-    the run.
+    """A model was saved for its client, replacing any saved model with the same use and name. The saved model outlives
+    the model and the run.
 
-    If the description of the saved model changes, the event is repeated; `saved_ns` is still the time when it was
-    saved. If its client sets the mark `public`, every client may read it. `owner` is the owner of its session, the name
-    of a key.
+    If the description of the saved model changes, the event is repeated; `saved_ns` is still the time when the model
+    was saved. If the client marks the saved model as `public`, every client may read it. `owner` is the name of the key
+    that owns its session.
     """
 
     run: int
@@ -224,7 +225,8 @@ class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="wei
 
 
 class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.removed"):
-    """A saved model was deleted by its client or has expired. It can no longer be used, and its folder may go."""
+    """A saved model was deleted by its client or has expired. It can no longer be used, and its folder may be
+    deleted."""
 
     model: str
     use: str
@@ -235,7 +237,7 @@ class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 class EndpointAdded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint.added"):
     """An outside inference server was registered. It gets the weights that a training client syncs.
 
-    `owner` is the name of the key of the client that registered it.
+    `owner` is the name of the key of the client that registered the server.
     """
 
     host: str
@@ -265,7 +267,7 @@ class RestReached(Event, frozen=True, kw_only=True, omit_defaults=True, tag="res
 
 
 class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
-    """The sequence in `ops` before which no messages of a model are needed."""
+    """The sequence number in `ops` before which none of a model's messages are needed."""
 
     engine: str
     model: str
@@ -273,7 +275,8 @@ class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OperationsReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operations.released"):
-    """The messages of `ops` before `below` may be purged, and some models' messages before a later sequence.
+    """The messages of `ops` before `below` may be purged, and for some models, their messages before a later sequence
+    number.
 
     An operation whose body is older is refused, and its sender stores the body again.
     """

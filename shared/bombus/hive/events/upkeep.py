@@ -30,7 +30,7 @@ class StorageFreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="st
 class LogCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="log.compacted"):
     """The events before `below` were removed; two verified snapshots replace them.
 
-    If there is an archive, they were written to it first. If `below` is 0, it was no longer necessary to remove events.
+    If there is an archive, the events were written to it first. If `below` is 0, no events had to be removed any more.
     """
 
     below: int
@@ -45,8 +45,8 @@ class CompactionFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 class StreamWentBack(Event, frozen=True, kw_only=True, omit_defaults=True, tag="stream.went_back"):
     """The stream `what` has lost its end: it had messages up to `known`, but now only up to `kept`.
 
-    The hive continues with the remaining messages. For `inbox`, messages after `kept` are decided from here on. For
-    `calls`, `needed` counts the lost calls of episodes that are open or still had to be trained on.
+    The hive continues with the remaining messages. For `inbox`, it decides messages after `kept` from here on. For
+    `calls`, `needed` counts the lost calls whose episodes are open or still had to be trained on.
     """
 
     what: str

@@ -23,7 +23,8 @@ def _configured(engine: EngineState, event: ev.EngineConfigured) -> None:
 
 @HANDLERS.on(ev.EngineStarted)
 def _started(engine: EngineState, event: ev.EngineStarted) -> None:
-    """Begin a run. The engine keeps its replicas, the answered commands and the bounds of kept calls (R8, R12)."""
+    """Begin a run. The engine keeps its replicas, its answered commands and the bounds of the calls that are kept (R8,
+    R12)."""
     fresh = EngineState(
         name=engine.name,
         configured=engine.configured,
@@ -60,7 +61,7 @@ def _begin_at(engine: EngineState, begins: ev.Beginning, before: list[SealedStep
     """Make a run begin as if it had completed the step of that checkpoint itself.
 
     If the previous run completed that step with the same settings, the trainer can also fall back to an older
-    checkpoint, as that run's trainer could. Otherwise no earlier batch is needed.
+    checkpoint, just as the previous run's trainer could. Otherwise no earlier batch is needed.
     """
     batch = ev.BatchReady(engine=engine.name, run=begins.run, step=begins.step, groups=(), config_digest="")
     done = step_of(engine.name, begins)
@@ -69,7 +70,7 @@ def _begin_at(engine: EngineState, begins: ev.Beginning, before: list[SealedStep
     kept = [] if begins.changed else up_to(before, begins.checkpoint)
     engine.steps = kept or [SealedStep(batch=batch, done=done)]
     unfinished = len(before) - len(kept) if kept else 0
-    for _ in range(min(unfinished, len(engine.steps_from) - 1)):  # makes each bound stand for one step again
+    for _ in range(min(unfinished, len(engine.steps_from) - 1)):  # so that each bound again belongs to one step
         *older, last, newest = engine.steps_from
         engine.steps_from = [*older, min(last, newest)]
 

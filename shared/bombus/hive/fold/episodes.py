@@ -31,7 +31,8 @@ NameT = TypeVar("NameT", bound=str)
 
 
 def ended_calls(outcome: ev.Outcome, episode: Episode | None) -> tuple[CallRef, ...]:
-    """Return the calls of an episode's outcome. If it lists none, return the complete calls of the open episode."""
+    """Return the calls of an episode's outcome. If the outcome lists none, return the complete calls of the open
+    episode."""
     if outcome.calls or episode is None:
         return outcome.calls
     return tuple(call.ref for call in episode.complete_calls())
@@ -168,8 +169,8 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
 def _count_evaluation(engine: EngineState, claimed: int, outcome: ev.Outcome, episode: Episode | None) -> None:
     """Count an evaluation episode for the version that sampled it or, if it has no calls, the version at its claim.
 
-    If it has tokens of several versions, count it as mixed at the version of its claim. Episodes of data sets over the
-    limit count only in their version's totals.
+    If the episode has tokens of several versions, count it as mixed at the version of its claim. Episodes from data
+    sets over the limit count only in their version's totals.
     """
     calls = () if episode is None else episode.complete_calls()
     oldest = min((call.oldest for call in calls), default=claimed)
@@ -185,7 +186,7 @@ def _count_evaluation(engine: EngineState, claimed: int, outcome: ev.Outcome, ep
 
 
 def _note_reward(engine: EngineState, client: str, at_ns: int) -> None:
-    """Record that a client is active, and forget inactive clients, since their number has no limit."""
+    """Record that a client is active, and forget inactive clients, since nothing limits how many there are."""
     seen = engine.rewarded_ns
     seen.pop(client, None)
     seen[client] = at_ns  # moved to the end, so that the first client is the one that has been silent longest
@@ -223,7 +224,7 @@ def _leave_pool(engine: EngineState, episode_id: str) -> Completed | None:
 
 
 def take(engine: EngineState, episodes: Iterable[str]) -> int:
-    """Remove episodes from the pool, and release their calls. Return how many of them were in the pool."""
+    """Remove episodes from the pool, and release their calls. Return how many of the episodes were in the pool."""
     gone = [episode for episode in episodes if _leave_pool(engine, episode) is not None]
     engine.calls.release(gone)
     return len(gone)
@@ -249,7 +250,7 @@ def _pool_cleared(engine: EngineState, event: ev.PoolCleared) -> None:
 
 
 def _with_calls(engine: EngineState, event: ev.BatchReady) -> ev.BatchReady:
-    """Return the batch with the calls of its episodes, which are still in the pool until the batch is folded."""
+    """Return the batch with its episodes' calls. The episodes are still in the pool until the batch is folded."""
 
     def filled(episode: ev.BatchEpisode) -> ev.BatchEpisode:
         completed = engine.pool.get(episode.episode)
@@ -286,7 +287,7 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 
 
 def release_steps(engine: EngineState, before: list[SealedStep]) -> None:
-    """Release the calls of those steps in `before` that will not have to be repeated."""
+    """Release the calls of the steps in `before` that will not have to be repeated."""
     gone = before[: len(before) - len(engine.needed_steps)]
     for step in gone:
         step.released = True

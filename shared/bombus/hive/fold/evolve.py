@@ -82,7 +82,8 @@ def _groups_released(hive: Hive, event: ev.TrajectoriesReleased) -> None:
 
 
 def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
-    """Return the event that was folded last. A batch includes the calls or rollout groups that the fold added."""
+    """Return the event that was folded last. If it is a batch, it includes the calls or rollout groups that the fold
+    added."""
     batch = hive.engine(event.engine).batch
     return batch if isinstance(event, ev.BatchReady) and batch is not None else event
 

@@ -13,7 +13,7 @@ Handler: TypeAlias = Callable[[EngineState, EventT], None]
 
 
 class Handlers(dict[type[Event], Callable[[EngineState, Any], None]]):
-    """Maps each kind of event to the function that folds it into the state of its engine."""
+    """Maps each kind of event to the function that folds it into the state of the event's engine."""
 
     def on(self, kind: type[EventT]) -> Callable[[Handler[EventT]], Handler[EventT]]:
         """Decorate the function that folds the events of a kind."""
@@ -45,7 +45,7 @@ def release_replicas(engine: EngineState) -> None:
 
 
 def forget_lost(engine: EngineState) -> None:
-    """Reset the count of consecutive trainers lost."""
+    """Reset the count of trainers lost in a row."""
     if engine.trainers_lost:
         operations.forget_lost(engine.clients)
     engine.trainers_lost = 0

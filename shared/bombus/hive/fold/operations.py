@@ -17,7 +17,7 @@ from bombus.hive.operations.state import (
 )
 
 COMPLETED_KEPT = 1024  # number of executed operations per model that are still recognised
-REMOVED_KEPT = 1000  # number of saved models removed last, whose folders a trainer may still have to delete
+REMOVED_KEPT = 1000  # number of most recently removed saved models, whose folders a trainer may still have to delete
 MODELS_KEPT = 256  # number of ended models that are kept with their results
 
 
@@ -112,7 +112,8 @@ def forget_lost(clients: TrainingClients) -> None:
 
 
 def rebuild(clients: TrainingClients, event: ev.ModelRebuilding) -> None:
-    """Record which operation a trainer re-executes to rebuild a model, and that it has survived the earlier ones."""
+    """Record which operation a trainer re-executes to rebuild a model, and that the trainer has survived the earlier
+    ones."""
     model = clients.models.get(event.model)
     if model is None:
         return
@@ -125,7 +126,7 @@ def rebuild(clients: TrainingClients, event: ev.ModelRebuilding) -> None:
 
 
 def forgive(clients: TrainingClients, at_ns: int) -> None:
-    """Let trainers try again to rebuild suspended models. Other models keep their counts, because they are being
+    """Allow trainers to rebuild suspended models again. Other models keep their counts, because they are being
     rebuilt."""
     for model in clients.open_models:
         if model.suspended:
@@ -188,8 +189,8 @@ def begin(clients: TrainingClients, event: ev.OperationBegun) -> None:
 def execute(clients: TrainingClients, event: ev.OperationCompleted, results_bytes_max: int) -> None:
     """Record a result, and drop older results beyond the limits.
 
-    If there are too many bytes, drop results from the key that has the most bytes, and there from the model with the
-    most bytes; if there are too many results, drop those of this model. The new result stays.
+    If the results have too many bytes, find the key that has the most bytes, and drop results of its model with the
+    most bytes. If there are too many results, drop results of this model. The new result stays.
     """
     model = clients.models.get(event.model)
     queued = None if model is None else model.operations.get(event.key)
@@ -217,7 +218,7 @@ def execute(clients: TrainingClients, event: ev.OperationCompleted, results_byte
     clients.results[f"{event.model}:{event.key}"] = event.result.size
     clients.result_bytes += event.result.size
     while clients.result_bytes > results_bytes_max and len(clients.results) > 1:
-        most = _with_most_results(clients)  # does not count the new result
+        most = _with_most_results(clients)  # the new result is not counted yet
         oldest = (each for each in most.operations.values() if each.result is not None and each is not queued)
         old = next(oldest, None)
         if old is None:  # only the new result has any bytes
@@ -228,7 +229,8 @@ def execute(clients: TrainingClients, event: ev.OperationCompleted, results_byte
 
 
 def _with_most_results(clients: TrainingClients) -> ClientModel:
-    """Return the model with the most bytes of results that belongs to the key with the most bytes of results."""
+    """Return the model with the most bytes of results among those that belong to the key with the most bytes of
+    results."""
     of_holders: Counter[str] = Counter()
     for model in clients.models.values():
         of_holders[clients.holder_of(model)] += model.result_bytes

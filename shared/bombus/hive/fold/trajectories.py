@@ -12,7 +12,7 @@ from bombus.hive.trajectories.queue import Environment, EnvironmentShare, Queued
 from bombus.hive.trajectories.state import REPEAT_S, HandedOut, RecentPush, Trajectories, digest_of
 
 ANSWERS_KEPT = 65_536  # answers to pushes of the last minute, one per group
-PUSHES_BETWEEN = 1_024  # number of pushes after which outdated ones are dropped
+PUSHES_BETWEEN = 1_024  # number of pushes between two times at which outdated ones are dropped
 
 
 def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
@@ -24,7 +24,7 @@ def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
 def end_run(state: Trajectories) -> None:
     """End a run: drop its groups (R8), and the keys by which repeated pushes are recognised.
 
-    Environments stay, since they do not notice that a run ends. An environment that fell silent may return.
+    Environments stay, since they do not notice that a run ends. An environment that has fallen silent may return.
     """
     queue = state.queue
     kept = [each for each in queue.environments.values() if each.connected or each.id in state.silent_ns]
@@ -141,7 +141,8 @@ def _wait_no_more(state: Trajectories, numbers: Iterable[int]) -> None:
 
 
 def give_up(state: Trajectories, event: ev.GroupsGivenUp) -> None:
-    """Forget groups. If they were in a batch, its other groups are requeued, and the batch does not count as a step."""
+    """Forget groups. If they were in a batch, the batch's other groups are requeued, and the batch does not count as a
+    step."""
     state.given_up += len(event.groups)
     state.given_up_why = event.why
     _wait_no_more(state, event.groups)
@@ -156,7 +157,8 @@ def give_up(state: Trajectories, event: ev.GroupsGivenUp) -> None:
 
 
 def without_bodies(batch: ev.BatchReady, lost: Container[int]) -> ev.BatchReady:
-    """Return a batch of our own trainer with the bodies of lost groups removed, so that it does not train on them."""
+    """Return a batch of our own trainer without the bodies of its lost groups, so that the trainer does not train on
+    them."""
     kept = tuple(
         msgspec.structs.replace(group, body=None) if number in lost else group
         for number, group in zip(batch.taken, batch.rollout_groups, strict=False)

@@ -1,6 +1,7 @@
 """The messages sent to a hive: commands, which get an answer, and facts, which do not.
 
-All of them go through one stream, the inbox, in one order. Only the coordinator decides which events follow (R1).
+All messages go through one stream, the inbox, in one order. Only the coordinator decides which events follow from them
+(R1).
 """
 
 import msgspec

@@ -15,7 +15,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 class Done(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     run: int = 0
     epoch: int = 0  # the trainer's epoch, in the answer to `trainer.opens`
-    doing: str = ""  # the work of a trainer, in its answer to a request on `Subjects.trainer`
+    doing: str = ""  # a trainer's current work, in its answer to a request on `Subjects.trainer`
 
 
 class Granted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="granted"):
@@ -50,7 +50,7 @@ class Found(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="found"):
 
 
 class Accepted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="accepted"):
-    """An operation was accepted. `operation` is its id, and it is the `number`th operation of its model."""
+    """An operation was accepted. `operation` is its id, and `number` its number among its model's operations."""
 
     run: int
     operation: str
@@ -58,20 +58,22 @@ class Accepted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="accep
 
 
 class Joined(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="joined"):
-    """An environment has joined. If `environment` is None, it must retry: no trainer has requested a batch yet."""
+    """An environment has joined. If `environment` is None, it has not joined and must retry: no trainer has requested a
+    batch yet."""
 
     environment: int | None = None
 
 
 class Pushed(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="pushed"):
-    """Groups were queued. For each, `held` gives how many sequences its environment is holding, or None if it was
-    queued directly."""
+    """Groups were queued. For each group, `held` gives how many sequences its environment is holding, or None if the
+    group was queued directly."""
 
     held: tuple[int | None, ...]
 
 
 class BatchTaken(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="batch.taken"):
-    """The number of the batch that was handed out, 0 for none. The state at `position` has its groups.
+    """The number of the batch that was handed out, or 0 if there was none. The state at `position` has the batch's
+    groups.
 
     `again` means that the batch was handed out before, but is not known to have arrived.
     """

@@ -36,10 +36,11 @@ class Resume(Message, frozen=True, kw_only=True, omit_defaults=True, tag="resume
 class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim"):
     """Claim `count` episodes, all or none. `claim` stays the same over all slices of one long wait (R13).
 
-    `owner` is the name of the client's key, if it has one. Such a key may have caps on its open episodes and on its
-    waiting claims; 0 means no cap. In an operations run, `sampler` is the `MODEL/USE/NAME` of the saved model from
-    which the episodes' calls are sampled, or `BASE_SAMPLER`. `admin` says that the client used the hive's admin key.
-    `touches` says that it sends heartbeats every few seconds (`Touch.clients`), so that it counts as gone if they stop.
+    `owner` is the name of the client's key, if the key has one. A key with a name may have caps on its open episodes
+    and on its waiting claims; 0 means no cap. In an operations run, `sampler` is the `MODEL/USE/NAME` of the saved
+    model from which the episodes' calls are sampled, or `BASE_SAMPLER`. `admin` says that the client used the hive's
+    admin key. `touches` says that the client sends heartbeats every few seconds (`Touch.clients`), so that it counts as
+    gone if they stop.
     """
 
     claim: str
@@ -75,8 +76,8 @@ class MultiModelClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag=
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The outcome of one episode, as a client reports it.
 
-    It has a `reward`, `call_rewards` in the order of the calls, or `rewards_by_call`, keyed by call id. `data_set` is
-    the name of the task's data set. `failure` is the budget that the episode used up.
+    It has either a `reward`, `call_rewards` in the order of the calls, or `rewards_by_call`, keyed by call id.
+    `data_set` is the name of the task's data set. `failure` is the budget that the episode used up.
     """
 
     episode: str
@@ -112,7 +113,8 @@ class MultiModelEnd(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
     """Abort episodes. If an episode is part of a multi-model episode, its partners are aborted too.
 
-    `failure` says why; None means that nothing failed. Older clients report only `infra`: that no model is to blame.
+    `failure` says why; None means that nothing failed. Older clients report only `infra`, which means that no model is
+    to blame.
     """
 
     client: str
@@ -123,7 +125,8 @@ class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort")
 
 
 class Take(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take"):
-    """Remove ended episodes of an operations run: their client has their tokens. Those already removed are skipped."""
+    """Remove ended episodes of an operations run, because their client has their tokens. Episodes already removed are
+    skipped."""
 
     client: str
     episodes: tuple[str, ...]
@@ -140,10 +143,10 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
 
 
 class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
-    """Open a session of training operations. `idle_s` is 0 if its client gives no time.
+    """Open a session of training operations. `idle_s` is 0 if the client gives no time.
 
-    `owner` is the name of the client's key, if it has one. A session `for_model` ends with its model. A session of the
-    hive's `admin` key has a separate share.
+    `owner` is the name of the client's key, if the key has one. A session `for_model` ends with its model. A session
+    opened with the hive's admin key (`admin`) has a separate share.
     """
 
     session: str
@@ -165,8 +168,8 @@ class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class BeginSampling(Message, frozen=True, kw_only=True, omit_defaults=True, tag="begin_sampling"):
-    """Let a session sample from a base model, or from models saved on it. An engine that is offline starts a run for
-    this."""
+    """Have a session sample from a base model, or from models saved on it. If the engine is offline, it starts a run
+    for this."""
 
     session: str
     base: str
@@ -177,10 +180,10 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
 
     Messages with the same `model` and `key` are the same operation and get the same answer, whatever their ids. With
     `again_s`, this holds only for that long, since some clients reuse their keys. The first operation of a model is
-    `create_model`, with the name of its `base`. `run` is 0 if the sender does not know it. The client's `metadata` is
-    for the model that is created or the checkpoint that is saved. `reads` is the `kept_id` of the saved model that the
-    operation loads, which is not removed before then. `models_max` is how many models the engine may have at the same
-    time, if the gateway sets a limit.
+    `create_model`, with the name of its `base`. `run` is 0 if the sender does not know the run. The client's `metadata`
+    is for the model that is created or the checkpoint that is saved. `reads` is the `kept_id` of the saved model that
+    the operation loads; that model is not removed before the operation has loaded it. `models_max` is how many models
+    the engine may have at the same time, if the gateway sets a limit.
     """
 
     session: str
@@ -208,7 +211,7 @@ class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class AddEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="add_endpoint"):
     """Register an inference server that gets synced weights, or change its registration.
 
-    `owner` is the name of its client's key, "" if the key has no name.
+    `owner` is the name of the client's key, or "" if the key has no name.
     """
 
     host: str
@@ -231,7 +234,7 @@ class AskRest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ask_r
 
 
 class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="retain_weights"):
-    """Keep a saved model for `ttl_s` from now on; 0 keeps it forever."""
+    """Keep a saved model for `ttl_s` from now on, or forever if that is 0."""
 
     model: str
     use: str
@@ -257,8 +260,8 @@ class RegisterTrainer(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 class JoinEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="join_environment"):
     """Register an environment that pushes groups of `group_size`, and requests the fraction `minimum` of each batch.
 
-    `owner` is the name of its client's key, if that has one; other keys may not act for the environment. `admin` says
-    whether that is the hive's admin key.
+    `owner` is the name of the client's key, if the key has one; other keys may not act for the environment. `admin`
+    says whether that key is the hive's admin key.
     """
 
     desired_name: str
@@ -276,7 +279,7 @@ class LeaveEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, t
 
 class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="push_groups"):
     """Queue rollout groups, all or none. A push that soon follows another one with the same `key` is a repetition of
-    it.
+    the earlier push.
 
     If the bodies have no sequences, the message asks whether the bodies must be stored: the answer BODY_GONE means yes.
     """
@@ -288,15 +291,16 @@ class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="pu
 class TakeBatch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take_batch"):
     """Hand out the next batch if there is one, or the last one again if it was not delivered.
 
-    A trainer may confirm batches itself: `after` is the number of the last batch that it has (0 for none), and it gets
-    the next batch until it confirms that one. Then only batches that it has confirmed count as delivered.
+    A trainer may confirm batches itself: `after` is the number of the last batch that it has (0 for none), and every
+    request returns the batch after that one until the trainer confirms it. Then only batches that the trainer has
+    confirmed count as delivered.
     """
 
     after: int | None = None
 
 
 class LostGroup(msgspec.Struct, frozen=True, array_like=True):
-    """The number of a group whose body is lost, and `first`, the sequence at which the body should have been."""
+    """The number of a group whose body is lost, and `first`, the sequence number at which the body should have been."""
 
     group: int
     first: int

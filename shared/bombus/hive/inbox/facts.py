@@ -19,9 +19,9 @@ from bombus.hive.trajectories.queue import QueuedGroup
 class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
     """The hive's clock (R5): the leader sends a tick every second, and the hive's time advances only with ticks.
 
-    `answered` is the inbox sequence up to which all answers had been sent by then, and `log_end` the sequence of the
-    last event. `after_ns` is when the bus server stored the previous tick, from this or an earlier leader; 0 if
-    unknown.
+    `answered` is the inbox sequence number up to which all answers had been sent by then, and `log_end` is the sequence
+    number of the last event. `after_ns` is when the bus server stored the previous tick, from this or an earlier
+    leader, or 0 if that is unknown.
     """
 
     answered: int | None = None
@@ -30,12 +30,13 @@ class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
 
 
 class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch"):
-    """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answer arrived.
+    """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answers have
+    arrived.
 
     `sessions` are training sessions whose clients have sent heartbeats, `environments` those that have sent a message,
     and `clients` those whose processes have sent heartbeats. A gateway that accepts heartbeats from clients sends a
-    touch without an engine every second, even if it is empty: if none arrives, clients may be alive but unable to
-    report it.
+    touch without an engine every second, even if the touch is empty: if none arrives, clients may be alive but unable
+    to report it.
     """
 
     episodes: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class CallRecorded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
-    """A gateway has read the run's model. It sends this again until the log has the format
+    """A gateway has read the run's model. It sends this again until the format is on the log
     (`EngineState.lacks_format`)."""
 
     run: int
@@ -67,10 +68,11 @@ class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
-    """A replica's heartbeat, once a second: it serves `version` of `run`, or no weights if that is -1.
+    """A replica's heartbeat, once a second: the replica serves `version` of `run`, or no weights if `version` is -1.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
-    supports structured output. `canary` is None if its weights were not compared with the trainer's.
+    `sequence_tokens` is the longest sequence that the replica serves, or 0 if it does not say. `constrains` says
+    whether the replica supports structured output. `canary` is None if the replica's weights were not compared with the
+    trainer's.
     """
 
     replica: str
@@ -90,8 +92,9 @@ class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
-    supports structured output. `canary` is None if its weights were not compared with the trainer's.
+    `sequence_tokens` is the longest sequence that the replica serves, or 0 if it does not say. `constrains` says
+    whether the replica supports structured output. `canary` is None if the replica's weights were not compared with the
+    trainer's.
     """
 
     run: int
@@ -115,7 +118,7 @@ class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="loa
 
 
 class AnswersBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="answers.broke"):
-    """A gateway has received several answers from a replica that cannot be right. `reason` describes the last one.
+    """A gateway has received several answers that cannot be right from a replica. `reason` describes the last one.
 
     `version` is the newest version that the gateway knew.
     """
@@ -179,7 +182,8 @@ class StepBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ste
 
 
 class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.saved"):
-    """A trainer has saved the weights of a step. Step 0 is the model as loaded. `canary` is None if it has none."""
+    """A trainer has saved the weights of a step. Step 0 is the model as loaded. `canary` is None if the trainer
+    computes none."""
 
     run: int
     step: int
@@ -207,8 +211,8 @@ class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     """A trainer has executed an operation, and its result is durable. If this is sent as a command, it is answered.
 
     `closes` says that the operation ended the model. `made` is the shape of the model if this is the operation that
-    created it, `saved` the checkpoint that it saved, and `loaded` a hash of the checkpoint that it loaded. `step`
-    counts the model's optimizer steps. `by_server` says that it failed through the server's fault.
+    created the model, `saved` the checkpoint that was saved, and `loaded` a hash of the checkpoint that was loaded.
+    `step` counts the model's optimizer steps. `by_server` says that the operation failed through the server's fault.
     """
 
     run: int
@@ -238,7 +242,8 @@ class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.away"):
-    """A trainer cannot rebuild a model, for the reason `why`. Without a reason, the trainer is able to do so again."""
+    """A trainer cannot rebuild a model, for the reason `why`. Without a reason, the trainer can rebuild the model
+    again."""
 
     run: int
     trainer_epoch: int
@@ -249,7 +254,7 @@ class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="mod
 class RebuildsModel(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.remakes"):
     """A trainer is about to rebuild a model, or to re-execute the model's operation `number` in order to rebuild it.
 
-    `over` says that it has finished rebuilding the model.
+    `over` says that the trainer has finished rebuilding the model.
     """
 
     run: int
@@ -295,7 +300,8 @@ class TrajectoriesStored(Message, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class BodiesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="bodies.stored"):
-    """The leader has stored the bodies of groups that have waited for long again. `was` has the old place of each."""
+    """The leader has stored again the bodies of groups that have waited for a long time. `was` has the old place of
+    each."""
 
     moved: tuple[MovedBody, ...]
     was: tuple[int, ...]
@@ -330,8 +336,8 @@ class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="e
     """A trainer cannot continue this run. `reason` is one clear sentence.
 
     A superseded trainer does not end the run of its successor (R11). With `may_pass`, the run is suspended instead of
-    ended, because the cause is temporary and not in the job. It is also suspended if there is no `trainer_epoch`, as in
-    messages from replicas of older versions.
+    ended, because the cause is temporary and does not lie in the job. The run is also suspended if there is no
+    `trainer_epoch`, as in messages from replicas of older versions.
     """
 
     run: int

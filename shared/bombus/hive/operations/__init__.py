@@ -1,1 +1,1 @@
-"""Clients of training operations on an engine: their sessions, models, operations and saved weights."""
+"""An engine's clients of training operations: their sessions, models, operations and saved weights."""

@@ -1,8 +1,8 @@
 """Which sessions, models, saved models and endpoints the holder of a client key may use.
 
-An owner is the name of the key that opened a session. A key without a name may use everything, and every key may use
-objects that were created with such a key. If a key may not use an object, the answer is as if the object did not exist,
-so that its name reveals nothing.
+An owner is the name of the key that opened a session. A key without a name may use every object, and every key may use
+the objects that were created with a nameless key. If a key may not use an object, the answer is as if the object did
+not exist, so that the object's name reveals nothing.
 """
 
 import msgspec
@@ -37,7 +37,8 @@ def seen_model(clients: TrainingClients, name: str, holder: str) -> ClientModel 
 
 
 def seen_by(clients: TrainingClients, holder: str) -> TrainingClients:
-    """Return the objects that the holder of a key may list. It may also load models that others have published."""
+    """Return the objects that the holder of a key may list. The holder may also load models that others have
+    published."""
     if not holder:
         return clients
     return msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """The part of an engine's state that concerns training operations.
 
 A model is a queue: its operations are numbered in the order of the log, and are executed in that order. The result of
-an executed operation is kept for its client. Its body is kept for a trainer that may have to rebuild the model from the
-checkpoint before it.
+an executed operation is kept for the client. The operation's body is kept for a trainer that may have to rebuild the
+model from the checkpoint before the operation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ class Queued(msgspec.Struct, kw_only=True):
     error: str = ""
     metadata: dict[str, str] = {}  # set by its client; dropped once the operation has a result
     begun: int = 0  # how many trainers have reported that they were beginning to execute it
-    begun_by: int = 0  # the epoch of the last of these trainers
+    begun_by: int = 0  # the epoch of the last trainer that did so
     reads: str = ""  # the saved model that it loads
     reads_removed: bool = False  # whether that saved model was removed while the operation waited
     loaded: str = ""  # a hash of the checkpoint that it loaded
@@ -72,7 +72,8 @@ class TrainingSession(msgspec.Struct, kw_only=True):
 
 
 class ClientModel(msgspec.Struct, kw_only=True):
-    """A model that belongs to a session. `checkpoint` is the newest checkpoint from which a trainer can continue it."""
+    """A model that belongs to a session. `checkpoint` is the newest checkpoint from which a trainer can continue the
+    model."""
 
     name: str
     session: str
@@ -95,12 +96,12 @@ class ClientModel(msgspec.Struct, kw_only=True):
     last_ns: int = 0  # when an operation was last accepted or executed
     metadata: dict[str, str] = {}
     suspended: str = ""  # why its trainer cannot rebuild it
-    away_ns: int = 0  # what `TrainingClients.trying` read when it was suspended
-    left_ns: int = 0  # the reading at the latest of: its suspension, its session's end, the run's resumption
+    away_ns: int = 0  # what `TrainingClients.trying` read when the model was suspended
+    left_ns: int = 0  # the reading at the last of these: its suspension, its session's end, the run's resumption
     # The epoch of the trainer that is rebuilding it, or that ended while rebuilding it; 0 for none.
     rebuilding_by: int = msgspec.field(default=0, name="remaking_by")
     unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of the trainers that re-executed it
-    lost: int = 0  # how many of the trainers lost in a row were rebuilding it
+    lost: int = 0  # how many of the trainers lost in a row were rebuilding this model
     last_op: str = ""  # the kind of the operation executed last
     last_failed: bool = False
     scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
@@ -124,7 +125,7 @@ class ClientModel(msgspec.Struct, kw_only=True):
     def again(self) -> list[Queued]:
         """Return the operations that a trainer executes after it has loaded `checkpoint`, in order.
 
-        Those that are not waiting already have a result, which is kept (R17).
+        The operations that are not waiting already have a result, which is kept (R17).
         """
         return [each for each in self.operations.values() if self.needs(each)]
 
@@ -139,7 +140,8 @@ class ClientModel(msgspec.Struct, kw_only=True):
         return (each.body for each in self.operations.values() if each.body is not None and self.needs(each))
 
     def needed(self) -> Iterator[BodyRef]:
-        """Yield the bodies that must stay in the stream `ops`: those of `bodies`, and the results that can be read."""
+        """Yield the bodies that must stay in the stream `ops`: those that `bodies` yields, and the results that can be
+        read."""
         yield from self.bodies()
         yield from (each.result for each in self.operations.values() if each.result is not None)
 
@@ -167,7 +169,7 @@ class TrainingClients(msgspec.Struct, kw_only=True):
     sessions: dict[str, TrainingSession] = {}
     models: dict[str, ClientModel] = {}
     kept: dict[str, KeptWeights] = {}  # saved models by `kept_id`, oldest first
-    removed: dict[str, None] = {}  # the latest removed models by `kept_id`, oldest first
+    removed: dict[str, None] = {}  # the most recently removed models by `kept_id`, oldest first
     results: dict[str, int] = {}  # the bytes of each result that can be read, by operation id, oldest first
     result_bytes: int = 0
     accepted: int = 0
@@ -175,7 +177,7 @@ class TrainingClients(msgspec.Struct, kw_only=True):
     failed: int = 0
     model_closed_ns: int = 0  # when a model last ended
     endpoints: dict[str, ev.EndpointAdded] = {}  # outside inference servers by `endpoint_id`, oldest first
-    released: dict[str, int] = {}  # by model: the sequence of `ops` before which its bodies may be purged
+    released: dict[str, int] = {}  # by model: the sequence number in `ops` before which its bodies may be purged
     trying: Stopwatch = msgspec.field(default_factory=Stopwatch)  # runs while a trainer can rebuild models
 
     @property
@@ -195,7 +197,7 @@ class TrainingClients(msgspec.Struct, kw_only=True):
     def is_at_work(self, trainer_epoch: int) -> bool:
         """Return whether the trainer of this epoch has reported that it began an operation or is rebuilding a model.
 
-        Work that it has completed does not count.
+        Work that the trainer has completed does not count.
         """
         if any(model.rebuilding_by == trainer_epoch for model in self.open_models):
             return True
@@ -238,7 +240,7 @@ def bodies_share(limits: ev.OperationLimits) -> int:
 
 
 def mean_loss(metrics: Mapping[str, float]) -> float | None:
-    """Return the loss of a forward_backward per token that counted, or None if no token counted."""
+    """Return the mean loss of a forward_backward over the tokens that counted, or None if no token counted."""
     tokens = metrics.get("tokens", 0.0)
     return metrics["loss"] / tokens if tokens > 0 and "loss" in metrics else None
 

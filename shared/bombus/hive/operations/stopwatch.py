@@ -6,8 +6,8 @@ import msgspec
 class Stopwatch(msgspec.Struct, kw_only=True):
     """Measures the time between the events that start it and the events that stop it."""
 
-    ran_ns: int = 0  # the total when it was stopped last
-    since_ns: int = 0  # when it was started, 0 while it is stopped
+    ran_ns: int = 0  # the total when the stopwatch was last stopped
+    since_ns: int = 0  # when the stopwatch was started, or 0 while it is stopped
 
     def run(self, is_on: bool, at_ns: int) -> None:
         """Start or stop the stopwatch. Repeating either changes nothing."""

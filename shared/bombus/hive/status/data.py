@@ -28,7 +28,7 @@ from bombus.hive.status.rows import (
 )
 from bombus.hive.trajectories.status import rollout_group_status
 
-LOSS_SHOWN_S = 86_400.0  # how long the loss of a stream's end is shown after it was found
+LOSS_SHOWN_S = 86_400.0  # how long a status shows that a stream has lost its end
 
 
 def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
@@ -48,7 +48,7 @@ def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
 
 
 def multi_model_claims(hive: Hive, now_ns: int) -> tuple[MultiModelClaimStatus, ...]:
-    """Return the claims of open multi-model episodes, the longest idle first."""
+    """Return the claims of open multi-model episodes, sorted so that those idle longest come first."""
     found: dict[tuple[str, tuple[str, ...]], list[list[Episode]]] = {}
     for name, engine in sorted(hive.engines.items()):
         for episode in engine.open.values():

@@ -88,7 +88,7 @@ def format_text(found: ConversationFormat) -> str:
 
 
 def disagreement_of(formats: Sequence[FormatStatus]) -> str:
-    """Return a sentence about gateways that use different formats for a run's model, or "" if they agree."""
+    """Return a sentence about gateways that use different formats for a run's model, or "" if the gateways agree."""
     if len(formats) < 2:
         return ""
     ways = "; ".join(f"{row.gateway} has {format_text(row.format)}" for row in formats)
@@ -106,7 +106,7 @@ def way_on(until_served: bool) -> str:
 
 
 def silence_of(engine: EngineState) -> str:
-    """Return why nothing was learned in the newest steps, and what to change, or "" if something was."""
+    """Return why nothing was learned in the newest steps, and what to change, or "" if the model has learned."""
     if engine.silent_steps < SILENT_STEPS:
         return ""
     mean = engine.rollouts[-1].rewards.mean if engine.rollouts else 0.0
@@ -130,7 +130,7 @@ def failures_text(status: EngineStatus) -> str:
 
 
 def incomplete_text(status: EngineStatus) -> str:
-    """Return how many calls were answered without a part of their conversation, or "" if there are none."""
+    """Return how many calls were answered without a part of their conversation, or "" if no calls were."""
     if not status.calls_incomplete:
         return ""
     left_out = "without a part of its conversation, such as an image (`bombus replay episode` shows which)"

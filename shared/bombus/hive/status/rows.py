@@ -13,7 +13,8 @@ from bombus.hive.trajectories.status import RolloutGroupStatus
 class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """An open episode. `idle_s` counts from its last recorded call.
 
-    The coordinator may count less idle time: it also knows heartbeats and calls in flight, which only the inbox has.
+    The coordinator may count less idle time: it also knows about heartbeats and calls in flight, which only the inbox
+    has.
     """
 
     episode: str
@@ -55,13 +56,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     run: int
     version: int  # -1 if nothing is loaded
     current: bool  # whether it serves the newest weights of this run
-    sequence_tokens: int = 0  # the longest sequence that it serves, 0 if it does not say
+    sequence_tokens: int = 0  # the longest sequence that it serves, or 0 if it does not say
     constrains: bool = False  # whether it supports structured output
-    quarantined: str = ""  # why it gets no calls, and the run does not wait for it
-    canary: CanaryCheck | None = None  # how far it is from the trainer with the version that it serves
-    canary_worst: CanaryCheck | None = None  # the largest difference in this run
+    quarantined: str = ""  # why it gets no calls, and why the run does not wait for it
+    canary: CanaryCheck | None = None  # the check of the version that it serves
+    canary_worst: CanaryCheck | None = None  # the check with the largest difference in this run
     canary_worst_version: int = -1
-    unchecked: bool = False  # the trainer says what the version must compute, and it was not compared
+    unchecked: bool = False  # the trainer says what the version must compute, but the replica was not compared with it
 
 
 class FormatStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +80,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     episodes: int
     failures: int  # number of failures of the step in flight
-    absence: str = ""  # since when and why there has been no trainer, after the last one stalled
+    absence: str = ""  # since when and why there has been no trainer, if the last one stalled
 
 
 class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +92,8 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
 class StepRollouts(msgspec.Struct, frozen=True, kw_only=True):
     """The training episodes that ended while the batch of `step` was collected.
 
-    `success_rate` covers the episodes that report whether they succeeded; None if none do. `metrics` has the mean of
-    each metric that they reported.
+    `success_rate` covers the episodes that report whether they succeeded, and is None if none do. `metrics` has the
+    mean of each metric that the episodes reported.
     """
 
     step: int
@@ -170,7 +171,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     failure: str  # why the last run failed, "" if it did not
     suspended: str = ""  # why the run is suspended, "" if it is not
-    until_served: bool = False  # whether it also resumes automatically once a replica serves its weights
+    until_served: bool = False  # whether a suspended run also resumes automatically once a replica serves its weights
     model: str
     run: int
     begun: str = ""  # where the run began, "" if there was no checkpoint at which it could begin
@@ -190,7 +191,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     disagreement: str = ""  # between gateways that use different formats for the run's model
     clients_take_episodes: bool = False  # whether clients of training operations take the ended episodes
     batches_from_queue: bool = False  # whether batches are formed from a queue of rollout groups
-    operations: OperationsStatus | None = None  # None if there were never any sessions or operations
+    operations: OperationsStatus | None = None  # None if there have never been any sessions or operations
     taken: int = 0  # number of ended episodes that training clients took, or that became rollout groups
     calls_incomplete: int = 0  # calls answered without part of their conversation, such as an image
     rollout_groups: RolloutGroupStatus | None = None  # None if there are neither rollout groups nor a trainer for them

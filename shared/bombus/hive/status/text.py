@@ -49,7 +49,7 @@ def _pace_lines(now: Pace | None) -> list[str]:
 
 
 def _episode_lines(running: tuple[OpenEpisode, ...]) -> list[str]:
-    """Return a table of the single-model episodes. Others are only counted: see `_multi_model_lines`."""
+    """Return a table of the single-model episodes. Multi-model episodes are only counted: see `_multi_model_lines`."""
     episodes = [row for row in running if not row.partners]
     multi = len(running) - len(episodes)
     lines = [f"  {multi} of them are parts of multi-model episodes, which are listed below"] if multi else []
@@ -148,7 +148,7 @@ def _figures(row: ModelStatus) -> str:
 
 
 def _taken_lines(status: EngineStatus) -> list[str]:
-    """Return lines about the episodes of an operations run, or none if it never had any."""
+    """Return lines about an operations run's episodes, or no lines if the run never had any."""
     if not (status.open_episodes or status.pool_episodes or status.taken):
         return []
     ended = f"{status.pool_episodes} ended, waiting to be taken ({byte_size(status.pool_bytes)}), {status.taken} taken"
@@ -173,7 +173,7 @@ def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
 
 
 def canary_text(replica: ReplicaStatus) -> str:
-    """Return how far a replica's logprobs are from the trainer's, "" if there is nothing to say."""
+    """Return how far a replica's logprobs are from the trainer's, or "" if there is nothing to say."""
     check, worst = replica.canary, replica.canary_worst
     if check is None or worst is None:
         return "not checked" if replica.unchecked else ""
@@ -226,7 +226,8 @@ def _indented_line(text: str) -> str:
 
 
 def _waits_lines(hive: Hive, engine: str, now_ns: int) -> list[str]:
-    """Return a line that says what an engine is waiting for, as `bombus why` does, or nothing if it does not wait."""
+    """Return a line that says what an engine is waiting for, as `bombus why` does, or no line if the engine is not
+    waiting."""
     last = LastEvents()
     if hive.pauses:  # the state does not have the times of other events
         last.anew_ns = hive.pauses[-1].until_ns

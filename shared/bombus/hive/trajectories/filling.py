@@ -10,7 +10,7 @@ from math import gcd
 
 import msgspec
 
-SEARCHES_MAX = 256  # the most searches for one fill; after that, the selection found last completes it
+SEARCHES_MAX = 256  # the most searches for one fill; after that, the selection found by the last search completes it
 SEARCHED_MAX = 1 << 24  # limit on the sum of pools x sequences over all searches of one fill
 SIZES_LOOKED_AT_MAX = 1 << 16  # limit on sizes in all pools over all searches of one fill: about a tenth of a second
 
@@ -26,14 +26,14 @@ class ExactFill:
     """A selection of exactly `left` sequences, decided one group at a time.
 
     There is always a selection that completes the fill. A group in that selection is taken immediately; for any other
-    group, one search looks for a selection that contains it. If there is none, groups of that size in that pool are
-    refused from then on, because taking other groups only leaves fewer selections.
+    group, one search looks for a selection that contains it. If no selection contains it, groups of that size in that
+    pool are refused from then on, because taking other groups only leaves fewer selections.
 
-    One search costs s * log2(n) shifts of `left` bits for each pool, with s sizes of n groups each, and for every pool
-    but the first about r * log2(n) more, for r runs of consecutive sums, of which there are few. Searches are limited
-    by `SEARCHES_MAX`, `SEARCHED_MAX` and `SIZES_LOOKED_AT_MAX`. After the last search, the selection that it found
-    completes the fill. The fill is then exact and contains every group that was taken, but may lack groups that further
-    searches could fit in.
+    One search costs s * log2(n) shifts of `left` bits for each pool, with s sizes of n groups each. For every pool but
+    the first, it costs about r * log2(n) more, for r runs of consecutive sums, of which there are few. Searches are
+    limited by `SEARCHES_MAX`, `SEARCHED_MAX` and `SIZES_LOOKED_AT_MAX`. After the last search, the selection that it
+    found completes the fill. The fill is then exact and contains every group that was taken, but may lack groups that
+    further searches could fit in.
     """
 
     def __init__(self, pools: Sequence[Pool], total: int) -> None:
@@ -61,13 +61,14 @@ class ExactFill:
         return True
 
     def could_take(self, pool: int, size: int) -> bool:
-        """Return whether some selection contains one more group of this pool and size, without taking one."""
+        """Return whether some selection contains one more group of this pool and size, without taking such a group."""
         if self._selection is None or (pool, size) in self._refused:
             return False
         return bool(self._selection[pool].get(size)) or self._reselect(pool, size)
 
     def _reselect(self, pool: int, size: int) -> bool:
-        """Search for a selection with one more group of this size, which then completes the fill from now on."""
+        """Search for a selection with one more group of this size. If there is one, it completes the fill from now
+        on."""
         counts = self._pools[pool].counts
         if not counts.get(size) or size > self.left or not self._searches_left:
             return False
@@ -111,7 +112,7 @@ def select(pools: Sequence[Pool], total: int) -> list[dict[int, int]] | None:
     of_all = sum(has)
     for number, pool in reversed(list(enumerate(pools))):
         sums = own[number]
-        # The pool's proportional part of the total, or its need if that is more.
+        # The pool's proportional part of the total, or the pool's need if that is more.
         wanted = min(total, max(pool.need, total * has[number] // max(of_all, 1)))
         of_all -= has[number]
         taken = _share(before[number], _at_least(sums[-1], pool.need), total, wanted) if number else total

@@ -6,13 +6,13 @@ selection, then repeatedly the oldest group of the environment whose turn it is 
 remaining selection contains that group. So a batch is found whenever one exists, and sequences are divided in the ratio
 of the weights as far as the sizes of groups allow. The oldest group counts towards its environment's share, but is
 taken regardless of the environment's weight, so weights have less effect in batches of few groups. No environment waits
-forever, unless the minimums of others add up to the whole batch: while those minimums can be met, groups of
-environments without a minimum are in no batch.
+forever, unless the minimums of others add up to the whole batch: while those minimums can be met, batches contain no
+groups of environments without a minimum.
 
-Searches are bounded. A search considers `SIZES_MAX` sizes of each environment with a minimum and of all others
-together, so it can miss a batch that needs more sizes. `filling` limits the number of searches; after the last one, the
-rest of the batch is filled without regard to turns or the age of groups. The cost grows with the batch, with the number
-of environments and with the number of distinct sizes, not with the length of the queue.
+Searches are bounded. A search considers at most `SIZES_MAX` sizes for each environment with a minimum, and as many for
+all others together, so it can miss a batch that needs more sizes. `filling` limits the number of searches; after the
+last one, the rest of the batch is filled without regard to turns or the age of groups. The cost grows with the batch,
+with the number of environments and with the number of distinct sizes, not with the length of the queue.
 """
 
 from collections.abc import Iterator
@@ -77,8 +77,8 @@ def may_form(queue: TrajectoryQueue) -> bool:
 
 
 def _choose(queue: TrajectoryQueue, fill: ExactFill, turns: dict[int, _Turn]) -> Iterator[int]:
-    """Yield the groups that a batch takes: the oldest that fits, then the oldest fitting group of each environment in
-    turn."""
+    """Yield the groups that a batch takes: the oldest that fits, then, as environments take turns, the oldest fitting
+    group of each."""
     oldest = sorted((number, size, owner) for owner, turn in turns.items() for number, size in turn.oldest())
     served = {owner: virtual_time(queue, owner) for owner in turns}
     for _, size, owner in oldest:
@@ -102,7 +102,7 @@ def _choose(queue: TrajectoryQueue, fill: ExactFill, turns: dict[int, _Turn]) ->
 
 
 def usable(queue: TrajectoryQueue, share: EnvironmentShare) -> Iterator[tuple[int, GroupLine]]:
-    """Yield the lines of a share whose groups fit into a batch, with their sizes.
+    """Yield those of a share's lines whose groups fit into a batch, each with the size of its groups.
 
     Groups that were pushed before the trainer registered may be larger than a batch.
     """
@@ -113,7 +113,7 @@ def usable(queue: TrajectoryQueue, share: EnvironmentShare) -> Iterator[tuple[in
 
 
 def minimums(queue: TrajectoryQueue) -> dict[int, int]:
-    """Return the minimum of each connected environment that requests one, as a number of sequences in a batch.
+    """Return, as a number of sequences in a batch, the minimum of each connected environment that requests one.
 
     If the minimums add up to more than a batch, they are scaled down to fit, but none below the size of its
     environment's smallest group.
@@ -139,7 +139,7 @@ def lacking(queue: TrajectoryQueue, asked: dict[int, int]) -> list[int]:
 
 
 def fit(queue: TrajectoryQueue, asked: dict[int, int]) -> tuple[ExactFill, dict[int, int]]:
-    """Return a fill of the batch that meets every minimum, and the pools of the environments that have one.
+    """Return a fill of the batch that meets every minimum, and the pools of the environments that have a minimum.
 
     All other environments are in pool 0. If the sizes of groups allow no such fill, minimums are dropped until there is
     one, beginning with the environment that has been served most. So groups that do not fit together never block a

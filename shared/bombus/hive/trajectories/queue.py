@@ -1,7 +1,8 @@
 """Rollout groups that wait for a batch, and the environments that pushed them: a part of an engine's state.
 
-The functions below are its fold. It keeps each group's size and the place of its body. The groups of one environment
-and one size form a line, in order of arrival. Batches are formed from these lines alone (see `forming`).
+The functions below are the fold of this part. It keeps each group's size and the place of the group's body. The groups
+that have the same environment and the same size form a line, in order of arrival. Batches are formed from these lines
+alone (see `forming`).
 """
 
 from bisect import bisect_left
@@ -24,7 +25,7 @@ HELD_MAX = 4_096  # groups of one environment that wait to be combined
 ENVIRONMENTS_MAX = 1_024  # connected or remembered; an environment that has left is remembered while it has groups
 NAMES_KEPT = 4_096  # environment names whose next number is remembered
 SHARE_MIN, SHARE_MAX = 0.01, 1e6  # the bounds to which the weight of an environment is clamped
-OTHERS = -1  # stands for the environment of groups that have none or an unknown one
+OTHERS = -1  # in place of an environment, for groups that have none or an unknown one
 SIZES_HELD_MAX = 64  # distinct sizes of held groups that are considered for a combination: those held first
 CUT_AT = 64  # a line is shortened once more than this many of its groups, and more than half of them, are gone
 
@@ -66,7 +67,7 @@ class EnvironmentShare(msgspec.Struct):
 class KeptGroups(msgspec.Struct):
     """The queued groups of one holder, and the bytes of their bodies.
 
-    The holder's bodies before the stream sequence `released` of `trajectories` may be purged.
+    The holder's bodies before the sequence number `released` in the stream `trajectories` may be purged.
     """
 
     groups: int = 0
@@ -103,7 +104,8 @@ class Environment(msgspec.Struct, kw_only=True):
 
 
 class TrajectoryQueue(msgspec.Struct, kw_only=True):
-    """All queued groups, by number in order of arrival. `combined` maps a number to the groups it was combined from.
+    """All queued groups, by number in order of arrival. `combined` maps a number to the groups that were combined under
+    it.
 
     Combined groups are in a line under the number of the last of them, with their total size. `clock` is the virtual
     time of the batches taken so far: environments that join later begin there.
@@ -119,11 +121,11 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
     named: dict[str, int] = {}  # how many environments have joined under each name
     tokens: int = 0  # total of all queued groups
     bytes: int = 0  # total of their bodies
-    holders: dict[str, KeptGroups] = {}  # every holder that has ever had a group
+    holders: dict[str, KeptGroups] = {}  # all holders that have ever had a group
     clock: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.groups and not self.holders:  # a snapshot of an earlier release, which did not count per holder
+        if self.groups and not self.holders:  # a snapshot from an earlier release, which did not count by holder
             self.tokens = 0
             for group in self.groups.values():
                 self.count(group, 1)
@@ -178,11 +180,11 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         return (number for number in numbers if number in self.groups)
 
     def members(self, number: int) -> tuple[int, ...]:
-        """Return the numbers of the groups that a number in a line stands for."""
+        """Return the numbers of the groups to which a number in a line refers."""
         return self.combined.get(number, (number,))
 
     def name_for(self, desired: str) -> str:
-        """Return the name that the next environment to ask for `desired` gets."""
+        """Return the name that the next environment to request the name `desired` gets."""
         return f"{desired}_{self.named.get(desired, 0)}"
 
 
@@ -229,7 +231,7 @@ def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
 
 
 def why_no_share(kept: Mapping[str, int], holder: str, size: int, more: int) -> str:
-    """Return why a holder may not queue `more` bytes in a stream of `size` bytes, or "" if it may."""
+    """Return why a holder may not queue `more` bytes in a stream of `size` bytes, or "" if the holder may."""
     if has_share_of_stream(kept, holder, size, more):
         return ""
     return (
@@ -272,7 +274,8 @@ def no_environment(number: int) -> str:
 
 
 def held_after(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> list[int | None]:
-    """Return how many sequences each group's environment would hold after the push, or None for a group not held.
+    """Return how many sequences each group's environment would hold after the push, or None for a group that would not
+    be held.
 
     The push is answered with these numbers. The queue is not changed.
     """
@@ -301,8 +304,8 @@ def held_after(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> list[in
 
 
 def register(queue: TrajectoryQueue, batch_size: int) -> None:
-    """Set the batch size. Groups pushed before any trainer registered are kept; those from an earlier trainer's time
-    are dropped."""
+    """Set the batch size. Groups pushed before any trainer registered are kept; groups left over from an earlier
+    trainer are dropped."""
     if queue.batch_size:
         reset(queue)
     queue.batch_size = batch_size
@@ -411,8 +414,8 @@ def put_back(
 ) -> None:
     """Return a batch's groups, given by number, to the queue. Forget the groups that are `lost`.
 
-    They get their old places. Combined groups stay together unless one of them is lost: then the others wait to be
-    combined with other groups. What each environment was served by this batch is deducted again.
+    The groups get their old places. Combined groups stay together unless one of them is lost: then the others wait to
+    be combined with other groups. What each environment was served by this batch is deducted again.
     """
     for group in groups.values():
         owner = queue.owner_of(group)
@@ -456,7 +459,7 @@ def _queue_again(
     together: Mapping[int, tuple[int, ...]],
     apart: Container[int],
 ) -> None:
-    """Queue groups again under their old numbers. Groups in `apart` were combined, and no longer are."""
+    """Queue groups again under their old numbers. Groups in `apart` used to be combined, but no longer are."""
     inner = {each for members in together.values() for each in members}
     for number, group in sorted(groups.items()):
         owner = queue.owner_of(group)
@@ -516,7 +519,7 @@ def _insert(line: GroupLine, number: int) -> None:
 
 
 def _erase(share: EnvironmentShare, number: int, size: int) -> None:
-    """Remove a group that no longer belongs to a line from the line's numbers, if they still contain it."""
+    """Remove a group that no longer belongs to a line from the line's numbers, if they still include it."""
     line = share.lines.get(size)
     at = 0 if line is None else bisect_left(line.numbers, number, line.start)
     if line is not None and line.numbers[at : at + 1] == [number]:
@@ -554,7 +557,7 @@ def _let_go(environment: Environment, number: int, size: int) -> None:
 def combination(queue: TrajectoryQueue, environment: Environment, newest: int) -> tuple[int, ...]:
     """Return held groups of an environment that add up to exactly its group_size, preferring the oldest.
 
-    `newest` is the size of the most recently held group. If there are very many sizes, only this size and those that
+    `newest` is the size of the most recently held group. If there are very many sizes, only `newest` and the sizes that
     have been held longest are considered.
     """
     if environment.held_sequences < environment.group_size:

@@ -27,7 +27,7 @@ def environment_status(queue: TrajectoryQueue, environment: Environment) -> Envi
 
     `queue_size` tells an environment when to stop generating. It counts the environment's own sequences and, if any
     queued group has more than one sequence, those of other environments beyond the minimums that they are guaranteed.
-    It is given in groups of the environment's own size.
+    It is given as a number of groups of the environment's own size.
     """
     own = environment.share
     group_size = max(1, environment.group_size, *own.lines)
@@ -80,7 +80,8 @@ def _too_large(queue: TrajectoryQueue) -> list[str]:
 
 
 def _without_a_fill(queue: TrajectoryQueue) -> list[str]:
-    """Return why no batch can be formed although there are enough sequences, or else which sizes fit into no batch."""
+    """Return why no batch can be formed although there are enough sequences. If one can be, return which sizes fit into
+    no batch."""
     sizes = Counter[int]()
     for _, share in queue.shares():
         sizes.update({size: line.count for size, line in usable(queue, share)})

@@ -34,7 +34,7 @@ class PackedFloats(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of_rows(cls, rows: Iterable[Sequence[float]]) -> "PackedFloats":
-        """Pack the numbers of all rows, one row after another, as `of` does."""
+        """Pack the numbers of all rows, one row after another, in the same way as `of`."""
         packed: list[PackedFloats] = []
         is_wide = False
         for row in rows:
@@ -140,7 +140,8 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ValueError(f"{len(self.advantages)} advantages do not match the lengths of their rows")
 
     def advantage_rows(self) -> list[int]:
-        """Return the length of each row of advantages: its sequence's, unless the environment sent other rows."""
+        """Return the length of each row of advantages: the length of its sequence, unless the environment sent other
+        rows."""
         return unpack_ints(self.advantage_lengths or self.lengths)
 
     @property

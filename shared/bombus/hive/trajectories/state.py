@@ -55,15 +55,15 @@ class Trajectories(msgspec.Struct, kw_only=True):
     queue: TrajectoryQueue = msgspec.field(default_factory=TrajectoryQueue)
     batch: HandedOut | None = None
     batches: int = 0  # number handed out in this run
-    withdrawn: int = 0  # how many of these were withdrawn because a group was lost
+    withdrawn: int = 0  # how many of those batches were withdrawn because a group was lost
     before: int = 0  # the number of the batch that was delivered before `batch`
     given_up: int = 0  # number of groups dropped in this run, see `GroupsGivenUp`
-    given_up_why: str = ""  # why the last of them was dropped
+    given_up_why: str = ""  # why the last such group was dropped
     latest: QueuedGroup | None = None  # the group that was pushed last
     pushes: dict[str, RecentPush] = {}  # keyed by the push's key, oldest first
     heard_ns: dict[int, int] = {}  # when each connected environment joined or last pushed
     silent_ns: dict[int, int] = {}  # when environments left by falling silent
-    queued_at: dict[int, int] = {}  # policy version at which each queued group of episodes was queued, oldest first
+    queued_at: dict[int, int] = {}  # version at which each queued group made from episodes was queued, oldest first
     grouped: int = 0  # number of episodes of this run that became groups
     grouped_sequences: int = 0  # number of sequences in these groups
 
@@ -84,14 +84,14 @@ class Trajectories(msgspec.Struct, kw_only=True):
             yield from self.batch.groups
 
     def queued_before(self, version: int) -> list[int]:
-        """Return the numbers of the groups made of episodes that were queued before this policy version."""
+        """Return the numbers of the groups made from episodes that were queued before this policy version."""
         return [number for number, _ in takewhile(lambda queued: queued[1] < version, self.queued_at.items())]
 
     def movable(self, now_ns: int) -> Iterator[tuple[int, QueuedGroup]]:
         """Yield, by number, the groups whose bodies can be moved to a later place in the stream.
 
-        A batch's groups can be moved once it has been delivered, or if it was handed out long ago: then its trainer is
-        gone, or has received the batch without reporting it yet.
+        A batch's groups can be moved once the batch has been delivered, or if it was handed out long ago: then its
+        trainer is gone, or has received the batch without reporting it yet.
         """
         yield from self.queue.groups.items()
         batch = self.batch

@@ -30,7 +30,7 @@ class Handling(msgspec.Struct, frozen=True):
 def why_not_trained(group: RolloutGroup, tokens_max: int = 0) -> str:
     """Return why our trainer does not train on this group, as a sentence for the sender, or "" if it does.
 
-    Sequences may have at most `tokens_max` tokens, or any number if it is 0.
+    Sequences may have at most `tokens_max` tokens, or any number if `tokens_max` is 0.
     """
     if tokens_max and group.longest > tokens_max:
         return f"A sequence has {group.longest} tokens, but the run's max_token_len is {tokens_max}: send shorter ones."

@@ -1,4 +1,4 @@
-"""The chain of an engine, a run, an episode or a model: what it waits for, down to the cause."""
+"""The chain that says what an engine, a run, an episode or a model waits for, down to the cause."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,10 +17,10 @@ from bombus.hive.why.serving import trainer_of
 
 
 def chain(hive: Hive, now_ns: int, last: LastEvents, name: str, led_ns: int = 0) -> list[ChainLink] | None:
-    """Return what an engine, a run, an episode or a model waits for, or None if none has this name.
+    """Return what an engine, a run, an episode or a model waits for, or None if nothing has this name.
 
-    The chain leads from what a user sees to the cause. It is empty if nothing is awaited. `led_ns` is the last time a
-    leader was at work, or 0 if that is unknown.
+    The chain leads from what a user sees to the cause. It is empty if nothing is awaited. `led_ns` is the last time at
+    which a leader was at work, or 0 if that is unknown.
     """
     is_led = not led_ns or now_ns - led_ns <= OVERDUE_NS
     view = View(hive, now_ns, last, now_ns if is_led else led_ns)
@@ -171,7 +171,7 @@ _RULES: tuple[Callable[[View, EngineState], Iterator[ChainLink]], ...] = (
 
 
 def _complete(view: View, engine: EngineState, head: str, since_ns: int) -> Iterator[ChainLink]:
-    """Yield what a complete batch waits for before it is sealed. Only batches of asynchronous runs wait."""
+    """Yield what a complete batch waits for before it is sealed. Only the batches of asynchronous runs wait."""
     last = last_chances(engine) if engine.collection.max_staleness > 0 else []
     if engine.batch is not None or engine.version < engine.step:
         yield ChainLink(f"{head} is complete, and is waiting for step {engine.step}", trainer_of(engine), since_ns)
@@ -187,7 +187,8 @@ def _complete(view: View, engine: EngineState, head: str, since_ns: int) -> Iter
 
 
 def _other_engine(view: View, engine: EngineState, followed: frozenset[str]) -> Iterator[ChainLink]:
-    """Yield what an engine waits for because its newest claim, of a multi-model episode, also needs another engine."""
+    """Yield what an engine waits for because its newest claim is for a multi-model episode, which also needs another
+    engine."""
     claimed = view.last.of(ev.EpisodeClaimed, engine.name)
     for name in () if claimed is None else sorted(claimed.partners.keys() - followed):
         if not view.hive.engine(name).granting:

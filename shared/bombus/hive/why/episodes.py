@@ -17,7 +17,7 @@ CLIENTS_SHOWN = 3
 
 
 class WaitEnd(NamedTuple):
-    """When the wait for an episode ends, and what happens then, as a clause."""
+    """When the wait for an episode ends, and a clause that says what happens then."""
 
     until_ns: int
     then: str
@@ -36,7 +36,7 @@ def of_episode(
 ) -> Iterator[ChainLink]:
     """Yield what an open episode waits for: replicas that answer its calls, or else its client.
 
-    The first sentence begins with `before`. After `end`, the episode is no longer waited for.
+    The first sentence begins with `before`. The wait for the episode ends at `end`.
     """
     client = client_of(episode)
     kind = "evaluation episode" if episode.type == EpisodeType.EVAL else "episode"
@@ -111,7 +111,7 @@ def paced(view: View, engine: EngineState) -> Iterator[ChainLink]:
 
 
 def shares(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield the key whose claims are refused because its episodes pin more calls than its share allows."""
+    """Yield the key whose claims are refused because its episodes pin more calls than the key's share allows."""
     for holder, _ in view.hive.pinned_calls().most_common(1):
         if holder in engine.calls.holders and (why := view.hive.why_no_calls(holder)):
             key = f"key {holder}" if holder else "clients without a key"

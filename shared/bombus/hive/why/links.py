@@ -16,7 +16,7 @@ OPERATOR, CLIENT, COORDINATOR, TIME, NOBODY = "the operator", "a client", "a coo
 
 
 class ChainLink(msgspec.Struct, frozen=True):
-    """One sentence that says what waits, and for what. `who` can end the wait.
+    """One sentence that says who or what waits, and for what. `who` can end the wait.
 
     The wait began at `since_ns`, and time alone ends it at `until_ns`. Either is 0 if the log does not say.
     """
@@ -28,7 +28,8 @@ class ChainLink(msgspec.Struct, frozen=True):
 
 
 class LastEvents:
-    """The newest event of each kind for each engine, because the state does not keep all their times and reasons.
+    """The newest event of each kind for each engine. The state alone does not keep all the times and reasons in these
+    events.
 
     `anew_ns` is when silence was last counted from zero (R5), by a new leader or after a long pause.
     """
@@ -38,8 +39,8 @@ class LastEvents:
         self._found: dict[tuple[str, type[Event]], Event] = {}
 
     def note(self, event: Event, stored_ns: int = 0) -> None:
-        """Note an event that was stored at `stored_ns`. A new epoch needs that time: its `at_ns` is the previous
-        event's."""
+        """Note an event that was stored at `stored_ns`. That time is needed for a new epoch, whose `at_ns` is the
+        previous event's."""
         self._found[event.engine, type(event)] = event
         if isinstance(event, EpochOpened) or (
             isinstance(event, LeadingPaused) and event.at_ns - event.since_ns > AWAY_NS
@@ -72,12 +73,13 @@ class View(msgspec.Struct, frozen=True):
         return f" for {duration(seconds_between(since_ns, self.now_ns))}" if since_ns else ""
 
     def left(self, until_ns: int) -> str:
-        """Return the time until a deadline, such as `in 10 s`, or `now` if it has passed, since the next tick acts on
-        it."""
+        """Return the time until a deadline, such as `in 10 s`. If the deadline has passed, return `now`, since the next
+        tick acts on it."""
         return f"in {duration(seconds_between(self.now_ns, until_ns))}" if until_ns > self.now_ns else "now"
 
     def deadline_ns(self, since_ns: int, limit_s: float) -> int:
-        """Return when work that began at `since_ns` uses up its limit. Only time with a leader counts (R5)."""
+        """Return when work that began at `since_ns` will have used up its limit. Only time with a leader counts
+        (R5)."""
         pauses = self.hive.pauses
         used_ns = led_ns(pauses, self.led_ns) - led_ns(pauses, min(since_ns, self.led_ns))
         return self.now_ns + int(limit_s * SECOND) - used_ns

@@ -76,8 +76,8 @@ def _suspended(view: View, engine: EngineState, model: ClientModel) -> ChainLink
 def _turn(view: View, engine: EngineState, model: ClientModel, first: Queued) -> Iterator[ChainLink]:
     """Yield the operation of another model that arrived earlier, if any, and what the trainer has to do now.
 
-    Models take turns. The log does not say which operation is being executed, only which one is the first of each
-    model.
+    Models take turns. The log does not say which operation is being executed, only which operation is each model's
+    first.
     """
     name, who = f"{_named(first)} of model {model.name}", trainer_of(engine)
     queues = [each for each in engine.clients.open_models if each.waiting and not each.suspended]

@@ -18,9 +18,10 @@ def trainer_of(engine: EngineState) -> str:
 
 
 def trainer(view: View, engine: EngineState, does: str, since_ns: int) -> Iterator[ChainLink]:
-    """Yield why the trainer has not finished: there is no trainer, its step has failed, or it is still at work.
+    """Yield why the trainer has not finished: there is no trainer, the trainer's step has failed, or the trainer is
+    still at work.
 
-    `does` is what it has been doing since `since_ns`, as a clause.
+    `does` is a clause that says what the trainer has been doing since `since_ns`.
     """
     who, failed, stalled = trainer_of(engine), view.last.of(ev.StepFailed, engine.name), engine.stalled
     if not engine.trainer:
@@ -45,7 +46,8 @@ def trainer(view: View, engine: EngineState, does: str, since_ns: int) -> Iterat
 
 
 def training(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield what a run waits for after a batch was sealed: the training step, its weights' publication, or replicas."""
+    """Yield what a run waits for after a batch was sealed: the training step, the publication of its weights, or
+    replicas."""
     done = engine.step_done
     if engine.batch is not None:
         yield from trainer(view, engine, f"has had step {engine.batch.step} pending", engine.batch.at_ns)

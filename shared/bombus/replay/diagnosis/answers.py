@@ -10,7 +10,7 @@ import msgspec
 
 from bombus.replay.diagnosis.statistics import mean
 
-TOKENS_MAX = 2048  # tokens of an answer, and of the end of its prompt, that are examined
+TOKENS_MAX = 2048  # the most tokens of an answer, and of the end of its prompt, that are examined
 PHRASE_TOKENS = 8  # length of a phrase: longer than an answer's markup, such as `<answer>`
 PHRASES_KEPT = 64
 FREQUENT = 0.3  # fraction of a step's answers in which a phrase must appear to be recorded
@@ -18,7 +18,7 @@ ANSWER_TOKENS_MIN = 8  # shorter answers may match others or the prompt by chanc
 
 
 class SampledAnswer(msgspec.Struct, frozen=True):
-    """The last answer of an episode. `prompt` is what its call added to the conversation."""
+    """The last answer of an episode. `prompt` is what the answer's call added to the conversation."""
 
     task: str
     reward: float
@@ -27,12 +27,12 @@ class SampledAnswer(msgspec.Struct, frozen=True):
 
 
 class AnswerFigures(msgspec.Struct, kw_only=True, frozen=True):
-    """Counts over those answers of one step that were read.
+    """Counts over the answers of one step that were read.
 
-    `rewards` has the rewards of all these answers, and `duplicates` those of answers that have an equal answer in their
-    group. `constant` counts the tasks that share the most common answer. Of the `best` answers, `leaked` appear word
-    for word in their prompt. `phrases` maps frequent sequences of tokens (hashes) to the fractions of all answers, of
-    the better and of the worse answers of their groups that have them.
+    `rewards` has the rewards of all these answers, and `duplicates` the rewards of those that have an equal answer in
+    their group. `constant` counts the tasks that share the most common answer. Of the `best` answers, `leaked` appear
+    word for word in their prompt. `phrases` maps the hash of each frequent token sequence to the fractions of all
+    answers, of the better and of the worse answers in their groups, that contain the sequence.
     """
 
     rewards: list[float] = []
@@ -74,7 +74,7 @@ def figures_of(answers: Iterable[SampledAnswer]) -> AnswerFigures:
 
 
 def _best(group: Sequence[SampledAnswer]) -> list[SampledAnswer]:
-    """Return a group's answers with the highest reward, or none if all have the same reward and it is not positive."""
+    """Return the answers with a group's highest reward, or none if all have the same reward and it is not positive."""
     highest = max(answer.reward for answer in group)
     best = [answer for answer in group if answer.reward == highest]
     return best if len(best) < len(group) or highest > 0 else []

@@ -10,12 +10,13 @@ WORTH_S = 1.0  # shorter waits do not matter
 
 
 class ChangeRule(msgspec.Struct, frozen=True):
-    """Finds a figure that has grown to at least `times` its earlier value or, if `times` is below 1, has fallen to
-    that.
+    """Finds a figure that has grown to at least `times` its earlier value or, if `times` is below 1, has fallen to at
+    most that.
 
-    Its median must be at least `level`, and no step below half of that; if `level` is 0, the change must be significant
-    given its noise instead. With `is_bought`, a change is not a fault if the model has become better. With `may_drift`,
-    it is not a fault if it follows the figure's trend, unless the reward has stopped following its own.
+    The figure's median must be at least `level`, and no step may be below half of `level`; if `level` is 0, the change
+    must be significant given the figure's noise instead. With `is_bought`, a change is not a fault if the model has
+    become better. With `may_drift`, a change is not a fault if it follows the figure's trend, unless the reward has
+    stopped following its own trend.
 
     The texts can name `before` and `recent` (medians), `newest` (the step) and `job`.
     """
@@ -55,15 +56,16 @@ def _times_longer(one_s: float, other_s: float) -> float:
 
 
 def _straggling(row: StepFigures) -> float:
-    """Return the slowest episode's time over the median, or 1 if the batch does not wait for it."""
+    """Return the ratio of the slowest episode's time to the median, or 1 if the batch does not wait for that
+    episode."""
     return row.slowest_s / row.median_s if row.median_s > 0 and 2 * row.slowest_s > row.collecting_s else 1.0
 
 
 _ENTROPY = "the entropy went from {before:.2g} to {recent:.2g}, and the model did not improve"
 _LENGTH = "answers went from {before:.0f} to {recent:.0f} tokens, and the model did not improve"
 _TIMES = "a batch is collected in {newest.collecting_s:.1f} s and trained in {newest.training_s:.1f} s: the "
-# If one side takes ten times as long as the other, the other's machine is idle for 90 % of the time. A job may be
-# lopsided from its start, and then its owner knows.
+# If one side takes ten times as long as the other, the faster side's machine is idle for 90 % of the time. A job may be
+# lopsided from its start, but then its owner knows.
 RULES = (
     ChangeRule(FaultKind.ENTROPY_COLLAPSE, trainer_metric("entropy"), 0.35, _ENTROPY,
         "set trainer.clip_high to 0.28, or trainer.entropy_coef to 0.001; keep the temperature at 1",
@@ -90,7 +92,7 @@ RULES = (
         f"{_TIMES}replicas are waiting",
         "look at seconds_forward_backward and seconds_read; add trainer.processes, or raise max_tokens_per_bin",
         level=10.0),
-    # The largest of 250 log-normal values with a deviation of 0.5 (log) is about four times their median.
+    # The largest of 250 log-normal values with a (log) standard deviation of 0.5 is about four times their median.
     ChangeRule(FaultKind.STRAGGLERS, _straggling, 2.0,
         "the slowest episode of a batch takes {newest.slowest_s:.1f} s, {recent:.0f} times as long as half of them",
         "limit the time of episodes in the environment, or set collection.max_staleness to 1, so others continue",

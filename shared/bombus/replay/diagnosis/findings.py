@@ -10,7 +10,7 @@ from bombus.replay.diagnosis.statistics import VISIBLE, change, mean, rises, sur
 from bombus.replay.diagnosis.steps import StepFigures
 
 WINDOW = 5  # newest steps, compared with those before; half of the ten steps within which faults should be found
-BEFORE = 20  # steps before the window that it is compared with
+BEFORE = 20  # steps before the window, with which the window is compared
 BEFORE_MIN = 8  # with fewer steps, rules about changes find nothing
 
 NEAR_BEST = 0.9  # fraction of the way from the lowest to the highest reward
@@ -66,9 +66,9 @@ class FaultKind(StrEnum):
 
 
 class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something wrong with the learning: a `figure` in words, where it began and was last seen, and what to try.
+    """Something wrong with the learning: a `figure` in words, where the fault began and was last seen, and what to try.
 
-    `seq` is the event that sealed the batch of `step`. `consequences` are findings that this one explains.
+    `seq` is the event that sealed the batch of `step`. `consequences` are the findings that this one explains.
     """
 
     kind: FaultKind
@@ -111,19 +111,20 @@ class Seen(msgspec.Struct, frozen=True):
         return flat and mean(recent) <= least + NEAR_BEST * (most - least)
 
     def both(self, of: Value) -> tuple[list[float], list[float]]:
-        """Return a figure's values in the steps before and in the recent steps, leaving out steps without it."""
+        """Return a figure's values in the earlier steps and in the recent steps, leaving out steps without the
+        figure."""
         before = [value for row in self.before if (value := of(row)) is not None]
         return before, [value for row in self.recent if (value := of(row)) is not None]
 
     def newest(self, name: str, count: int) -> list[float]:
-        """Return a trainer's metric for the newest `count` steps, or an empty list if fewer steps have it."""
+        """Return a trainer's metric for the newest `count` steps, or an empty list if fewer steps have the metric."""
         values = [row.trainer[name] for row in self.rows if name in row.trainer]
         return values[-count:] if len(values) >= count else []
 
     def found(
         self, kind: FaultKind, figure: str, advice: str, shows: Callable[[StepFigures], bool | None] | None = None
     ) -> RunFinding:
-        """Return a finding. It begins at the first of the latest unbroken run of steps that show it.
+        """Return a finding. It begins at the first step of the latest unbroken run of steps that show it.
 
         Steps for which `shows` returns None do not break the run.
         """

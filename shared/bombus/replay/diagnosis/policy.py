@@ -1,4 +1,4 @@
-"""Faults of the optimizer and the policy: whether it moves too much, too little, or away from the sampler."""
+"""Faults of the optimizer and the policy: whether the policy moves too much, too little, or away from the sampler."""
 
 from functools import partial
 
@@ -12,9 +12,9 @@ LOST = 0.25  # fraction of the mean reward lost, along with turbulence: more tha
 TURBULENCE = 2.0  # growth of gradient, clipping or entropy that tells a high learning rate from harder tasks
 GROSS = 4.0  # turbulence at which a merely visible fall of the reward suffices
 SHAKEN = 1.6  # factor by which a falling entropy must outpace its trend to count as turbulence
-LR_LOW = 20.0  # factor below the default; schedules may end at a tenth of it
+LR_LOW = 20.0  # factor below the default learning rate; schedules may end at a tenth of it
 CLIPPED = 2.5  # multiple of the gradient norm's bound; Adam ignores constant scaling, but clipping is not constant
-LASTING = 8  # number of steps that show it
+LASTING = 8  # number of steps that must show a fault
 MISMATCH = 0.01  # limit of kl_sampler if sampler and policy have the same version (docs/reward.md)
 MISMATCH_STALE, MISMATCH_GROWN = 0.05, 3.0  # limits for samples older than the policy: absolute, relative to before
 CONCENTRATED = 5.0  # multiple of the mismatch of all tokens: the ends of answers are few, so they vary more by chance
@@ -74,7 +74,7 @@ def _lost_update(row: StepFigures) -> bool:
 
 def not_finite(seen: Seen) -> RunFinding | None:
     lost = [row.trainer["updates_left_out"] for row in seen.recent if _lost_update(row)]
-    if len(lost) < 2:  # a single such update can be an accident of low precision
+    if len(lost) < 2:  # a single such update can be an artefact of low precision
         return None
     return seen.found(
         FaultKind.NOT_FINITE,

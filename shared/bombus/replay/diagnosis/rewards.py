@@ -36,11 +36,11 @@ DISAGREES = 0.3  # loss of that correlation
 FOLLOWS = 0.4  # correlation of rewards with tokens within groups: 0.2 to 0.3 is usual if long answers are better
 LONGER = 1.25  # growth of the number of tokens since the steps before
 PART = "reward/"  # the prefix of metrics that are parts of the reward
-PART_GAIN = 0.08  # fraction of its highest value by which a part of the reward must rise, beyond ...
+PART_GAIN = 0.08  # a part of the reward must rise by this fraction of its highest value, not counting ...
 STEEPER = 1.5  # ... this multiple of its earlier trend: healthy runs learn the form first, too
-OTHERS_GAIN = 0.3  # fraction of that rise which other parts may reach
+OTHERS_GAIN = 0.3  # fraction of that rise that other parts may reach
 CLIFF = 0.4  # fraction lost of the height above the lowest reward, or gained of the range of rewards
-JUMP = 4.5  # step-to-step deviations that the reward jumps in one step, which makes up half of the change
+JUMP = 4.5  # a jump in one step is at least this many step-to-step deviations, and half of the change
 EVALUATION = 0.1  # fraction of the mean evaluation reward that is lost
 NEARLY_ALL = 0.9
 PHRASE = 0.5  # fraction of the better answers that have the phrase
@@ -82,7 +82,7 @@ def reward_inverted(seen: Seen) -> RunFinding | None:
 
 
 def reward_disagrees(seen: Seen) -> RunFinding | None:
-    """Find rewards that agree less with `is_success` than before: they may be mixed up, or their judge wrong."""
+    """Find rewards that agree less with `is_success` than before: they may be mixed up, or their judge may be wrong."""
     then, now = (total([row.verdicts for row in rows], Moments) for rows in (seen.before, seen.recent))
     lost = then.correlation - now.correlation
     if not seen.comparable or lost < DISAGREES or lost * sqrt(min(then.degrees, now.degrees) / 2) < CERTAIN:
@@ -115,7 +115,7 @@ def _parts(seen: Seen) -> list[str]:
 
 
 def one_part_rises(seen: Seen) -> RunFinding | None:
-    """Find a part of the reward, such as the part for the form, that has risen while none of the others has."""
+    """Find a part of the reward, such as the part for the form, that has risen while none of the other parts has."""
     gains = {name: seen.both(metric_of(name)) for name in _parts(seen)} | {"": seen.both(success_of)}
     gains = {name: both for name, both in gains.items() if all(both)}
     for name, (before, recent) in gains.items() if seen.comparable else ():
@@ -134,7 +134,8 @@ def one_part_rises(seen: Seen) -> RunFinding | None:
 
 
 def always_yes(seen: Seen) -> RunFinding | None:
-    """Find a check whose verdicts used to vary, but which has given every episode its best verdict since some step."""
+    """Find a check whose verdicts used to vary, but which, since some step, has given every episode its best
+    verdict."""
     for name in _parts(seen) if seen.comparable else ():
         before, _ = seen.both(metric_of(name))
         recent = [row.metrics[name] for row in seen.recent if name in row.metrics]

@@ -11,12 +11,12 @@ from bombus.replay.diagnosis.findings import NEAR_BEST, FaultKind, RunFinding, S
 from bombus.replay.diagnosis.statistics import median, share_at_least
 from bombus.replay.diagnosis.steps import RECENT, StepFigures
 
-WORTH = 0.25  # share of answers that could be better: below it, the model has learned nearly all tasks
-SILENT = 0.6  # share of groups: above it, most of the work is wasted. Half is usual in healthy runs
+WORTH = 0.25  # share of answers that could be better: below this, the model has learned nearly all tasks
+SILENT = 0.6  # share of groups: above this, most of the work is wasted. Half is usual in healthy runs
 
 
 class ShareRule(msgspec.Struct, frozen=True):
-    """Finds a share that is almost certainly above `least` and, with `compared`, also above twice the share of earlier
+    """Finds a share that is almost certainly above `least` and, with `compared`, also above twice the share in earlier
     steps.
 
     `of` returns a step's hits and their total. The texts can name `hits`, `count`, `share`, `before` (the earlier
@@ -138,7 +138,8 @@ def groups_of_one(seen: Seen) -> RunFinding | None:
 
 
 def duplicate_answers(seen: Seen) -> RunFinding | None:
-    """Find equal answers among those that could be better. A model that has learned a task gives equal answers, too."""
+    """Find identical answers among those that could be better. A model that has learned a task also repeats its
+    answers."""
     least, most = reward_bounds(seen.rows)
     limit = least + NEAR_BEST * (most - least) if most > least else 0.0
 

@@ -1,4 +1,4 @@
-"""Faults of the sources of episodes: clients and data sets."""
+"""Faults in the sources of episodes: clients and data sets."""
 
 from collections.abc import Callable, Sequence
 from math import sqrt
@@ -7,13 +7,13 @@ from bombus.replay.diagnosis.findings import WINDOW, FaultKind, RunFinding, Seen
 from bombus.replay.diagnosis.statistics import EPISODES_CERTAIN, Spread, share_at_least, total
 from bombus.replay.diagnosis.steps import StepFigures
 
-DOMINATES = 0.8  # fraction of the groups that come from one of several sources
-DOMINATED = 0.6  # upper limit of that fraction before
+DOMINATES = 0.8  # fraction of the groups above which their source dominates
+DOMINATED = 0.6  # upper limit of the same source's fraction in earlier steps
 FALLS = 0.5  # fraction of its reward that a failing client loses
 
 
 def client_fails(seen: Seen) -> RunFinding | None:
-    """Find a client whose rewards have fallen while the rewards of other clients have not."""
+    """Find a client whose rewards have fallen while the other clients' rewards have not."""
     before, recent = (_by_name(rows, lambda row: row.clients) for rows in (seen.before, seen.recent))
     for client in recent if seen.comparable else ():
         now, then = recent[client], before.get(client, Spread())
@@ -43,7 +43,7 @@ def data_set_dominates(seen: Seen) -> RunFinding | None:
 
 
 def _dominates(seen: Seen, what: str, of: Callable[[StepFigures], dict[str, Spread]]) -> RunFinding | None:
-    """Find a source that supplies nearly all groups, although others used to supply many."""
+    """Find a source that supplies nearly all groups, although other sources used to supply many."""
     before, recent = _by_name(seen.before, of), _by_name(seen.recent, of)
     if not seen.comparable or not recent or len(before) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The statistics by which rules decide. All use only a few numbers: one for each step, or counts of episodes."""
+"""The statistics that the rules rely on. All use only a few numbers: one for each step, or counts of episodes."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ from bombus.hive.rollouts import MetricSum
 # probability of 3.4e-6 for each rule makes one false alarm in 7,000 steps. Noise is estimated from a few steps, so its
 # tails are heavier, and every rule also demands a change that matters.
 CERTAIN = 4.5
-VISIBLE = 2.0  # the same for a rise that counts as evidence against a fault
+VISIBLE = 2.0  # the same limit for a rise that counts as evidence against a fault
 FEW = 3.0  # the noise of this many steps counts twice
-# The same where the noise is that of episodes, which follows from their number, and the change is large. The
+# The same limit for large changes where the noise comes from single episodes and follows from their number. The
 # probability is 2.3e-4.
 EPISODES_CERTAIN = 3.5
-SHARE_CERTAIN = 3.0  # the same for shares, whose binomial bound needs no estimate of the noise
+SHARE_CERTAIN = 3.0  # the same limit for shares, whose binomial bound needs no estimate of the noise
 
 
 class Spread(MetricSum, array_like=True):
@@ -37,7 +37,7 @@ class Spread(MetricSum, array_like=True):
 
 
 class Moments(msgspec.Struct, array_like=True):
-    """Sums over pairs (x, y) minus their group's mean, from which the correlation within groups follows."""
+    """Sums over pairs (x, y), minus each group's mean, from which the correlation within groups follows."""
 
     degrees: int = 0  # number of pairs minus number of groups
     xx: float = 0.0
@@ -84,12 +84,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def noise(values: Sequence[float]) -> float:
-    """Return the standard deviation around a slow trend, from the differences of neighbours (von Neumann 1941)."""
+    """Return the standard deviation around a slow trend, from the differences between neighbours (von Neumann 1941)."""
     return sqrt(mean([(b - a) * (b - a) for a, b in pairwise(values)]) / 2)
 
 
 def change(before: Sequence[float], recent: Sequence[float]) -> float:
-    """Return by how many standard errors the mean has changed. Without any noise, the result of a change is infinite.
+    """Return by how many standard errors the mean has changed. If there is no noise, any change is infinite.
 
     The noise of a few steps may be far too small by chance, so with fewer steps the noise counts more.
     """

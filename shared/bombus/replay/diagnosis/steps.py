@@ -1,4 +1,4 @@
-"""What a diagnosis knows about a run: figures for each step, folded from its events. Memory is bounded. Pure."""
+"""What a diagnosis knows about a run: figures for each step, folded from the run's events. Memory is bounded. Pure."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ NO_FAULT = (AbortReason.ENGINE_STOPPED, AbortReason.SUPERSEDED)
 
 
 class SeenEpisode(msgspec.Struct):
-    """An episode that is open, or has ended and waits for a batch. A compacted log may lack its claim or its end."""
+    """An episode that is open, or has ended and waits for a batch. A compacted log may lack the episode's claim or
+    end."""
 
     claimed_ns: int
     calls: int = 0
@@ -42,11 +43,11 @@ class SeenEpisode(msgspec.Struct):
 class StepFigures(msgspec.Struct, kw_only=True):
     """The figures of one step: of its batch, of what ended while the batch was collected, and of its training.
 
-    `seq` is the event that sealed its batch. `silent` has the mean reward of each group without a signal. `clients` and
+    `seq` is the event that sealed the batch. `silent` has the mean reward of each group without a signal. `clients` and
     `data_sets` have the mean rewards of the batch's groups, since the episodes of a group are similar; `metrics` has
     what episodes report, such as parts of rewards. `lengths` and `verdicts` correlate rewards with completion tokens
-    and with `is_success`. An evaluation episode counts for the first batch sealed after it ended. `sampled` has the
-    task, the reward and the last call of episodes whose answers can be read.
+    and with `is_success`. An evaluation episode counts towards the first batch sealed after the episode ended.
+    `sampled` has the task, the reward and the last call of episodes whose answers can be read.
     """
 
     step: int = 0
@@ -68,9 +69,9 @@ class StepFigures(msgspec.Struct, kw_only=True):
     failed: int = 0  # episodes with a reward although they failed
     truncated: int = 0  # episodes that used up a budget
     ended: int = 0
-    aborted: Counter[str] = msgspec.field(default_factory=Counter)  # keyed by kind of failure, "" if none is reported
+    aborted: Counter[str] = msgspec.field(default_factory=Counter)  # keyed by kind of failure ("" if none is reported)
     stale: int = 0  # episodes dropped as too old
-    unusable: int = 0  # episodes of the batch whose calls could not be read or trained
+    unusable: int = 0  # episodes of the batch whose calls could not be read or trained on
     evaluated: Spread = msgspec.field(default_factory=Spread)
     evaluated_known: int = 0  # evaluated episodes whose task was trained on
     median_s: float = 0.0  # median time of the batch's episodes, from claim to end
@@ -83,7 +84,8 @@ class StepFigures(msgspec.Struct, kw_only=True):
 
 
 class RunSeries:
-    """The steps of one run of an engine. `note` folds its events, in order; events of other engines are ignored."""
+    """The steps of one run of an engine. `note` folds the engine's events, in order, and ignores those of other
+    engines."""
 
     def __init__(self, engine: str, run: int, job: RunConfig) -> None:
         self.engine = engine
@@ -216,7 +218,7 @@ def _add_group(row: StepFigures, rewards: Sequence[float], members: Sequence[See
 
 
 def _add_groups_of_trainer(row: StepFigures) -> None:
-    """Take over the figures that the trainer's metrics have for a batch of rollout groups."""
+    """Copy the figures for a batch of rollout groups from the trainer's metrics."""
     count, level, deviation = (row.trainer.get(name, 0.0) for name in ("episodes", "reward_mean", "reward_std"))
     row.rewards = Spread(level * count, int(count), (level * level + deviation * deviation) * count)
     row.groups, silent = (int(row.trainer.get(name, 0.0)) for name in ("groups", SILENT))

@@ -14,7 +14,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(transcript: EpisodeTranscript, where: str) -> str:
-    """Return the whole document; `where` names the log that it was made from."""
+    """Return the whole document; `where` names the log that the episode was read from."""
     largest = max((abs(turn.advantage) for turn in transcript.turns if turn.advantage is not None), default=0.0)
     body = [
         _head(transcript),
@@ -33,7 +33,7 @@ def page(transcript: EpisodeTranscript, where: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape a text, and spell out characters that would be invisible."""
+    """Escape text, and spell out characters that would be invisible."""
     visible = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
     return escape(visible, quote=True)
 
@@ -128,7 +128,7 @@ def _reply(reply: TurnReply, turn: Turn, largest: float) -> str:
 def _token(token: Token, advantage: float | None, largest: float) -> str:
     """Return a token as a `<span>`.
 
-    `--u` is how unlikely the token was, from 0 to 1, and `--a` its advantage relative to the largest of the episode.
+    `--u` is how unlikely the token was, from 0 to 1, and `--a` its advantage relative to the largest in the episode.
     """
     mine = advantage if token.trained else None
     version = token.version if token.version >= 0 else "-"

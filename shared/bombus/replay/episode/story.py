@@ -16,8 +16,8 @@ from bombus.replay.tally import EpisodesSeen
 class EpisodeStory(msgspec.Struct, kw_only=True):
     """An episode and what became of it. Times are nanoseconds since the epoch.
 
-    `fate` is a clause on what happened to the episode after it ended. `sampler` is set in a run of training operations:
-    the weights that the episode played with.
+    `fate` is a clause on what happened to the episode after it ended. `sampler` is set only in a run of training
+    operations: it is the weights that the episode played with.
     """
 
     id: str
@@ -51,7 +51,8 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
 
 
 async def read_story(source: Source, episode: str) -> EpisodeStory:
-    """Read the whole log for one episode. Raises `NotOnLog`, which lists existing episodes, if it is not there."""
+    """Read the whole log for one episode. Raises `NotOnLog`, which lists existing episodes, if the log does not have
+    it."""
     hive, position = await source.base()
     reader = _StoryReader(episode, hive, position)
     async with aclosing(source.events()) as entries:

@@ -1,4 +1,4 @@
-"""An episode in a terminal. Colour is optional: everything that colour shows is also said in words."""
+"""An episode in a terminal. Colour is optional: everything that colour shows is also expressed in words."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -22,8 +22,8 @@ _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A sampled token. `logprob` is the sampler's. `trained` says that the loss has a term for it once it is in a
-    batch."""
+    """A sampled token. `logprob` is the sampler's. `trained` says that the loss has a term for the token once its
+    episode is in a batch."""
 
     id: int
     text: str
@@ -41,8 +41,8 @@ class TurnReply(msgspec.Struct, frozen=True, kw_only=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One call. `parent` is the number of the turn that it extends, or 0 if it starts a branch.
 
-    `messages` and `prompt` contain only what the call added to its parent's. `tools`, and the `variables` that its
-    request gave to the chat template, apply to a whole branch: only the turn that starts the branch has them.
+    `messages` and `prompt` contain only what the call added to its parent's. `tools`, and the `variables` that the
+    request passed to the chat template, apply to a whole branch: only the turn that starts the branch has them.
     `auxiliary_call` is the purpose of a call that the harness made for itself, and empty for a call of the task.
     `advantage` is None if it is not known. `seen` is the whole prompt with special tokens marked, in two parts: the
     parent's prompt and reply, and what the call added.
@@ -77,7 +77,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
     """An episode with its turns.
 
-    `lost` names the calls that cannot be read. `notes` say what else is not shown, and what to do about it.
+    `lost` names the calls that cannot be read. `notes` say what else is not shown, and what the user can do about it.
     """
 
     story: EpisodeStory
@@ -140,7 +140,7 @@ async def _token_text(source: Source, story: EpisodeStory, notes: list[str]) -> 
 
 
 class IdsAsText:
-    """Shows tokens as their ids if there is no tokenizer."""
+    """Shows tokens as their ids. Used if there is no tokenizer."""
 
     def __call__(self, token: int) -> str:
         return f"<{token}>"
@@ -154,7 +154,7 @@ async def _advantages(
 ) -> dict[CallRef, float]:
     """Return the advantage of each call, as the trainer computes it from the group.
 
-    An episode that cannot be read is left out of its group, as it is in the trainer.
+    An episode that cannot be read is left out of its group, as the trainer does.
     """
     if story.group is None or job is None:
         return {}
@@ -235,7 +235,7 @@ class _TurnDecoder:
         return self._token_text.marked_up(before), added
 
     def _why_untrained(self, ref: CallRef, record: CallRecord) -> str:
-        """Return why the loss has no terms for a call, or "" if it has some or will have."""
+        """Return why the loss has no terms for a call, or "" if it has some or will have some."""
         story = self._story
         if story.type == EpisodeType.EVAL:
             return "an evaluation episode"

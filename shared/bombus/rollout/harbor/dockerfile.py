@@ -1,4 +1,5 @@
-"""Reads Dockerfiles that need no build: a base image, a working directory, and a copy of the task's files in it."""
+"""Reads Dockerfiles that need no build: a base image, a working directory, and a copy of the task's files in that
+directory."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -14,11 +15,12 @@ SERVICES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compos
 
 
 class CannotDoWithout(BombusError):
-    """A task needs an image. The message says why."""
+    """Raised if a task cannot be played without its image. The message says why."""
 
 
 class PlainBase(msgspec.Struct, frozen=True):
-    """An image without build steps: its working directory, and whether the files beside its Dockerfile are in it."""
+    """An image without build steps: its working directory, and whether that contains the files beside the
+    Dockerfile."""
 
     workdir: str
     copies_files: bool

@@ -13,21 +13,21 @@ from bombus.rollout.tasks import AgentTask, TaskPackage, checked_task
 
 FILE_BYTES_MAX = 1 << 20  # size of task.toml or instruction.md
 TASKS_MAX = 100_000
-VARIABLES_BYTES_MAX = 64 << 10  # size of one table: variables are passed as arguments of a program
-VERIFIER_S = 600.0  # Harbor's default; an agent whose task sets no limit has none
+VARIABLES_BYTES_MAX = 64 << 10  # size of one table: variables are passed as arguments to a program
+VERIFIER_S = 600.0  # Harbor's default. For agents there is no default limit
 DAY_S = 86_400.0
 NAMED_MAX = 8
 WORKDIR = "/app"
 PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "tests/test.sh")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", re.IGNORECASE)
-# Without these packages, tests would fail and a good answer would be judged to be bad.
+# Without the packages that these commands install, tests would fail and a good answer would be judged to be bad.
 _INSTALLS = re.compile(r"\b(apt|apt-get|apk|dnf|yum|pip|pip3|npm|conda)\s+(-\S+\s+)*(install|add|update|i)\b")
 # Folders in / that cannot contain a task's working directory: the machine's own, and Harbor's.
 RESERVED = {"bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32", "logs", "old", "opt", "proc"}
 RESERVED |= {"root", "run", "sbin", "sys", "tests", "tmp", "usr", "var"}
 
-# The keys that each table may have. Limits of an image are ignored; any other key would change the task.
+# The keys that each table may have. Image limits are ignored; any other key would change the task.
 _TOP = {"version", "schema_version", "task", "metadata", "source", "artifacts", "solution"}
 _TOP |= {"agent", "verifier", "environment"}
 _AGENT = {"timeout_sec"}
@@ -40,7 +40,7 @@ Table = Mapping[str, Any]
 
 
 def read_task_folders(path: Path) -> list[AgentTask]:
-    """Return the task of a folder that has a `task.toml`, or else the tasks of its subfolders that have one, sorted by
+    """Return the task in a folder that has a `task.toml`, or else the tasks in its subfolders that have one, sorted by
     name.
 
     Raises `Refused` with the names of tasks that are invalid or need an image.
@@ -128,14 +128,16 @@ def _sub_folders(path: Path) -> Iterator[Path]:
 
 
 def without_canary(text: str) -> str:
-    """Return an instruction without its leading canary lines, which mark a benchmark's files, not for agents."""
+    """Return an instruction without its leading canary lines, which mark a benchmark's files and are not meant for
+    agents."""
     return _CANARY.sub("", text, count=1)
 
 
 def _check_inside(folder: Path, data_set: Path) -> None:
     """Raise `ValueError` if a task, or a part of it, is a link that leads out of the data set.
 
-    Its target may be one of the user's files, or a folder with tests and solutions that is not hidden from agents.
+    The link's target may be one of the user's files, or a folder with tests and solutions that is not hidden from
+    agents.
     """
     whole = data_set.resolve()
     if not (found := folder.resolve()).is_relative_to(whole):

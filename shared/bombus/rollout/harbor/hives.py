@@ -1,5 +1,5 @@
-"""Finds out, from the running processes, where hives on this machine keep their logs and keys, to hide them from
-agents."""
+"""Finds out, from the running processes, where the hives on this machine keep their logs and keys, so that these can be
+hidden from agents."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 from bombus.cli import URL_FILE
 
 DATA = URL_FILE.parent.name  # the data folder of a hive that was started in the working directory
-KEY_FLAG = "key-file"  # ending of flags that name a key file, even flags of other programs
+KEY_FLAG = "key-file"  # suffix of flags that name a key file, even in other programs
 KEY_FLAGS = ("--admin-key-file", "--client-key-file", "--client-keys-file", "--key-file")
 _PROC = Path("/proc")
 

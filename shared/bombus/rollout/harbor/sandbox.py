@@ -22,11 +22,11 @@ OWN = frozenset({"HOME", "TMPDIR"})  # variables that the sandbox sets itself, e
 
 
 def agent_prefix(package: TaskPackage, folder: EpisodeFolder, printed: Path) -> list[str]:
-    """Return the words to put before an agent's command, so that it runs in a sandbox.
+    """Return the words to put before an agent's command, so that the agent runs in a sandbox.
 
     The sandbox hides the data set, with all tests and solutions, and the folder `printed`, which contains the output of
     all episodes' programs. The task's variables are among the words because they must be set inside the sandbox: if the
-    task's `PATH` were set outside, it would decide which program creates the sandbox.
+    task's `PATH` were set outside, it would determine which program creates the sandbox.
     """
     for made in (folder.path / "agent", folder.path / "artifacts", folder.outputs / "root"):
         made.mkdir()
@@ -34,7 +34,7 @@ def agent_prefix(package: TaskPackage, folder: EpisodeFolder, printed: Path) -> 
 
 
 def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
-    """Return the words that run a task's tests, from a copy that no agent has seen.
+    """Return the words of the command that runs a task's tests, from a copy that no agent has seen.
 
     The tests must write the reward into `verifier_folder`, which is created here.
     """
@@ -55,8 +55,7 @@ def verifier_folder(folder: EpisodeFolder) -> Path:
 
 
 def hides(package: TaskPackage, program: Path) -> bool:
-    """Return whether a file of this machine is hidden in the task's sandbox, because other folders are in its place
-    there."""
+    """Return whether the task's sandbox hides a file of this machine by mounting other folders in its place."""
     workdir = Path(package.workdir)
     if program.is_relative_to(workdir):
         return False  # a file of the task

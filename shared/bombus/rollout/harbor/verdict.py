@@ -19,7 +19,7 @@ def verdict_of(exit_code: int, verifier: Path, errors: str) -> Judgement:
 
     If `reward.json` has several rewards, the one called `reward` counts, or else their mean.
 
-    Raises `InfraError` if the tests did not judge: a signal ended them, or they left no valid number.
+    Raises `InfraError` if the tests did not judge, because a signal ended them or they left no valid number.
     """
     check_signal(exit_code)
     lines = errors.strip().splitlines()

@@ -58,7 +58,8 @@ def _assumed_by_lambda(role: str) -> StateCheck:
     )
 
 
-# The requested resource must be the only one of its kind. If there were many, it would be unclear which one was meant.
+# The requested resource must be the only one of its kind. If there were others, it would be unclear which one was
+# meant.
 
 
 def _only_bucket(name: str) -> StateCheck:
@@ -90,7 +91,7 @@ _TRUST = (
     '"Action":"sts:AssumeRole"}]}\''
 )
 _QUEUE = "{endpoint}/000000000000/"
-_MESSAGES = (  # includes messages that have been received
+_MESSAGES = (  # includes messages that have already been received
     "sum([to_number(Attributes.ApproximateNumberOfMessages),"
     "to_number(Attributes.ApproximateNumberOfMessagesNotVisible)])"
 )

@@ -24,7 +24,7 @@ _SECONDS = re.compile(r"[0-9]{1,2}")
 
 
 def words_of_command(line: str) -> list[str]:
-    """Return the words after `aws`, with the global options first, always including the region.
+    """Return the words after `aws`, beginning with the global options, which always include the region.
 
     Raises `CommandRefused` if the command is not allowed.
     """
@@ -112,7 +112,7 @@ def _check_arguments(service: str, operation: str, arguments: Sequence[str]) -> 
 
 
 def _options(name: str, service: AwsService, arguments: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """Return the values of each option. Every word must belong to an option of the service."""
+    """Return the values of each option. Every word must belong to one of the service's options."""
     options: dict[str, list[str]] = {}
     option, is_complete = "", True
     for word in arguments:

@@ -14,12 +14,12 @@ from bombus.tasks.aws.worker import WorkerRequest
 from bombus.tasks.isolation import import_path
 
 COMMAND_S = 45.0
-# Without cli_follow_urlparam, a value that is a URL is used as it is instead of being fetched.
+# With cli_follow_urlparam off, a value that is a URL is used as it is instead of being fetched.
 CONFIG = "[default]\nregion = us-east-1\noutput = json\ncli_follow_urlparam = false\n"
 
 
 class CommandKilled(EnvironmentLost):
-    """A command did not end in time, or ended its process. The next command gets a new process."""
+    """Raised if a command did not end in time, or ended its process. The next command gets a new process."""
 
 
 class AwsConsole:
@@ -54,10 +54,10 @@ class AwsConsole:
         if self._process is None and not self._is_closed:
             try:
                 self._process = await self._started()
-            except BaseException:  # including a cancellation: end what has been started
+            except BaseException:  # including a cancellation: end whatever has been started
                 await self._end()
                 raise
-        if self._is_closed or self._process is None:  # this may happen while the process starts
+        if self._is_closed or self._process is None:  # the console may be closed while the process starts
             await self._end()
             raise EnvironmentLost("the console of this environment is closed")
         return self._process
@@ -117,7 +117,7 @@ class AwsConsole:
         """End the process. Closing again does nothing."""
         self._is_closed = True
         await self._end()
-        async with self._one:  # a start or a command in progress has ended by then
+        async with self._one:  # by then, a start or a command in progress has ended
             await asyncio.to_thread(self._folder.cleanup)
 
     async def _end(self) -> None:
@@ -129,9 +129,9 @@ class AwsConsole:
 
 
 def _variables(home: str, config: str) -> dict[str, str]:
-    """Return all environment variables of the process.
+    """Return all of the process's environment variables.
 
-    Nothing is inherited from this process, whose variables may contain keys.
+    Nothing is inherited from our own process, whose variables may contain keys.
     """
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",

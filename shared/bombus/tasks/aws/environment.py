@@ -1,4 +1,5 @@
-"""An AWS account in a simulator. The model works on it with command lines, and the reward depends on its end state."""
+"""An AWS account in a simulator. The model works on it with command lines, and the reward depends on the account's end
+state."""
 
 import msgspec
 
@@ -12,7 +13,7 @@ from bombus.tasks.aws.commands import words_of_command
 from bombus.tasks.aws.console import AwsConsole, CommandKilled
 from bombus.tasks.aws.line import CommandRefused
 
-PARTIAL = 0.8  # factor on the fraction of the checks achieved, unless all are
+PARTIAL = 0.8  # factor on the fraction of the checks achieved, unless all are achieved
 FAILED = "(the command failed with exit code {0})"
 INSTRUCTION = (
     "You administer an AWS account. Carry out the task with the tool `aws`, which takes one command line of the AWS "
@@ -22,7 +23,7 @@ INSTRUCTION = (
 
 
 class AwsEnvironment:
-    """One account. Without a `backend`, it starts its own simulator.
+    """One account. If no `backend` is given, the environment starts its own simulator.
 
     The reward is 1 if all checks succeed, 0 if something that was right at the beginning was broken, and otherwise 0.8
     times the fraction of the checks that have been achieved.
@@ -85,7 +86,7 @@ class AwsEnvironment:
 
     @reward
     async def progress(self) -> float:
-        """Return the reward of the account's current state."""
+        """Return the reward for the account's current state."""
         holds = await self._now()
         if await self.is_done():
             return 1.0
@@ -96,7 +97,7 @@ class AwsEnvironment:
 
     @success
     async def is_done(self) -> bool:
-        """Return whether all checks succeed, and the state that must not change is unchanged."""
+        """Return whether all checks succeed and everything that must not change is unchanged."""
         return all(await self._now()) and not self._is_broken
 
     @metric
@@ -133,7 +134,7 @@ class AwsEnvironment:
         return [await self._console_there().run(self._words(command)) for command in self._task.unchanged]
 
     async def _check_simulator(self) -> None:
-        """Raise `SandboxLost` if the simulator is gone, because the model is not to blame for the failure then."""
+        """Raise `SandboxLost` if the simulator is gone, because the model is then not to blame for the failure."""
         backend = self._backend or self._own
         if backend is None or not await backend.is_healthy():
             self._holds = None

@@ -81,7 +81,7 @@ class IsolatedWorker:
             await process.wait()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):  # either side may be gone, and the other side notices that
+        with contextlib.suppress(OSError):  # either side may be gone, and the other will notice that
             try:
                 from_simulator, to_simulator = await asyncio.open_connection(self._host, self._port)
                 try:

@@ -24,7 +24,7 @@ _IN_DOUBLE_QUOTES = re.compile(r'\\\r?\n|\\([$`"\\])|(\$[A-Za-z_({]\w*)')
 
 
 class CommandRefused(BombusError):
-    """A command line is not carried out. The message gives the reason."""
+    """Raised if a command line is not carried out. The message gives the reason."""
 
 
 def words_of_line(line: str) -> list[str]:
@@ -42,7 +42,7 @@ def words_of_line(line: str) -> list[str]:
         kind, text = token.lastgroup, token[token.lastgroup or 0]
         position = token.end()
         if kind == "plain" and word is None and text.startswith("#"):
-            position = line.find("\n", token.start()) % (len(line) + 1)  # -1, for no newline, becomes the end
+            position = line.find("\n", token.start()) % (len(line) + 1)  # -1, which means no newline, becomes the end
         elif kind in ("space", "end"):
             if word is not None:
                 words.append(word)

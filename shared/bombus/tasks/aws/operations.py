@@ -2,14 +2,14 @@
 
 Anything not listed here is refused. A new entry must not name files, must not reach any address but the simulator's,
 and must end soon. This excludes operations that run code (lambda, cloudformation, ecs), stream or wait, and options
-whose value is a blob or an address.
+whose values are blobs or addresses.
 """
 
 import msgspec
 
 
 class AwsService(msgspec.Struct, frozen=True):
-    """The operations of a service, and the options of all of them.
+    """A service's operations, and the options of all of them together.
 
     The AWS command line itself knows which operation takes which options.
     """
@@ -188,7 +188,8 @@ SERVICES = {
     "sts": _service("get-caller-identity", ""),
 }
 
-# The `s3` commands with the fewest and the most locations that each takes, then their options without and with a value.
+# The `s3` commands, with the minimum and the maximum number of locations for each, then their options without and with
+# a value.
 S3_COMMANDS = {"ls": (0, 1), "mb": (1, 1), "rb": (1, 1), "rm": (1, 1), "cp": (2, 2), "mv": (2, 2), "sync": (2, 2)}
 S3_FLAGS = _options(
     "delete dryrun force human-readable no-progress only-show-errors quiet recursive summarize",

@@ -22,7 +22,7 @@ class WorkerRequest(msgspec.Struct):
 
 
 class TextOutput(io.TextIOWrapper):
-    """A text stream over bytes in memory, since some commands write bytes."""
+    """A text stream that writes to bytes in memory, since some commands write bytes."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8", errors="replace", write_through=True)
@@ -43,7 +43,7 @@ def _limit() -> None:
 
 
 def main() -> None:
-    from awscli.clidriver import create_clidriver  # only this process is certain to have it installed
+    from awscli.clidriver import create_clidriver  # awscli is certain to be installed only in this process
 
     _limit()
     driver = create_clidriver()

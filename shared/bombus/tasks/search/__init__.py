@@ -1,1 +1,1 @@
-"""Questions that a model answers by searching: `search`, with a small local index, your own index, or Google."""
+"""Questions that a model answers by searching: `search`, on a small local index, your own index, or Google."""

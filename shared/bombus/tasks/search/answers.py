@@ -1,4 +1,4 @@
-"""Parses the actions in a model's replies, and computes the reward of its answer. Pure."""
+"""Parses the actions in a model's replies, and computes the reward for its answer. Pure."""
 
 import re
 import string
@@ -38,7 +38,7 @@ class SearchAction(msgspec.Struct, frozen=True):
 
 
 def action_of(reply: str) -> SearchAction:
-    """Return the first search or answer in a reply. The text after it is ignored.
+    """Return the first search or answer in a reply. The text after this action is ignored.
 
     An unclosed tag counts only if there is no closed one. The last tag then extends to the end of the reply, since
     servers may stop before the closing tag.

@@ -21,14 +21,14 @@ GOOGLE_COUNT_MAX = 10  # results per request
 
 
 class SearchFailed(InfraError):
-    """The search engine gave no answer. The episode is aborted, because the model is not to blame."""
+    """Raised if the search engine gave no answer. The episode is aborted, because the model is not to blame."""
 
     failure = FailureKind.TOOL
 
 
 class SearchBackend(Protocol):
     async def search(self, queries: Sequence[str], count: int) -> Sequence[list[SearchDocument] | SearchFailed]:
-        """Return for each query its documents, best first, or the reason why it has none.
+        """Return the documents for each query, best first, or the reason why it has none.
 
         Raises `SearchFailed` if no query could be answered.
         """
@@ -71,7 +71,7 @@ class GoogleBackend:
         asked = {**self._login, "q": query, "num": str(min(count, GOOGLE_COUNT_MAX))}
         try:
             response = await client.get(GOOGLE_URL, params=asked)
-        except httpx.HTTPError as error:  # only the name of its type is shown, because the request contains the key
+        except httpx.HTTPError as error:  # only the error's type is shown, because the request contains the key
             raise SearchFailed(f"Google cannot be reached: {type(error).__name__}") from None
         if response.status_code != 200:
             raise SearchFailed(f"Google answered {response.status_code} to a search")

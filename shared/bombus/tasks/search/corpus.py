@@ -1,4 +1,4 @@
-"""Documents and questions: bundled ones, which are made from one table, and those from the user's files."""
+"""Documents and questions: bundled ones, which are generated from one table, and those in the user's files."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -52,13 +52,13 @@ class SearchCache:
 
 
 class _Lane:
-    """The searches of one event loop, to which their futures belong."""
+    """The searches in one event loop, to which their futures belong."""
 
     def __init__(self, at_once: int) -> None:
         self.slots = asyncio.Semaphore(at_once)
         self.entering = (
             asyncio.Lock()
-        )  # one batch takes its slots at a time: two that each have only half would deadlock
+        )  # batches take their slots one batch at a time: two with half of theirs would deadlock
         self.waiting: dict[str, asyncio.Future[Documents]] = {}
         self.running: dict[str, asyncio.Future[Documents]] = {}
         self.flushes: set[asyncio.Task[None]] = set()
@@ -106,7 +106,7 @@ class SearchEngine:
         task.add_done_callback(lane.flushes.discard)
 
     async def _flush(self, lane: _Lane) -> None:
-        """Send the waiting queries, after all tasks that are ready now have added theirs."""
+        """Send the waiting queries, once all tasks that are ready now have added theirs."""
         await asyncio.sleep(0)
         async with asyncio.TaskGroup() as group:
             while lane.waiting:
@@ -130,7 +130,7 @@ class SearchEngine:
                 self.cache.put(query, tuple(documents))
                 if not future.done():
                     future.set_result(tuple(documents))
-        except Exception as error:  # any error is raised to all callers
+        except Exception as error:  # whatever it is, the error is raised to all callers
             for future in batch.values():
                 _fail(future, error)
         finally:
@@ -144,4 +144,4 @@ class SearchEngine:
 def _fail(future: asyncio.Future[Documents], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # marks it as retrieved: the caller may be gone
+        future.exception()  # marks the exception as retrieved: the caller may be gone

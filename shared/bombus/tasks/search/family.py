@@ -1,4 +1,4 @@
-"""The family `search`: its options, its tasks, and the engine that they share."""
+"""The family `search`: its options, its tasks, and the search engine that the tasks share."""
 
 import random
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Choose the next multi-model claim, and grant it (R13).
 
-A multi-model claim reserves room in its engines only while a lack of room is the sole reason that it is not granted.
+A multi-model claim reserves room in its engines only while lack of room is the sole reason why it is not granted.
 Multi-model claims are totally ordered, and an engine reserves room for at most one of them, so no two ever wait for
 each other.
 """
@@ -45,8 +45,8 @@ def next_multi_model(hive: Hive, live: Live, engine: EngineState) -> DueClaim | 
 
 
 def _first_ready(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None:
-    """Return the first of an engine's multi-model claims whose engines all hand out episodes without waiting for
-    training."""
+    """Return the first of an engine's multi-model claims for which no engine has to wait for training before it hands
+    out episodes."""
     found: DueClaim | None = None
     for names, queue in live.multi_model.items():
         if engine.name not in names:
@@ -88,7 +88,7 @@ def episodes_claimed(
         episodes=next_episodes(engine, claim.count),
         type=claim.type,
         discard_timeout_s=claim.discard_timeout_s,
-        version=max(engine.version, 0) if version is None else version,  # None: its calls will wait for a replica
+        version=max(engine.version, 0) if version is None else version,  # if None, its calls will wait for a replica
         task_hint=claim.task_hint,
         owner=claim.owner,
         admin=claim.admin,

@@ -59,7 +59,7 @@ def _partners_aborted(hive: Hive, event: ev.EpisodeAborted, gone: set[str]) -> I
 
 
 def end(hive: Hive, live: Live, message: MultiModelEnd) -> Decisions:
-    """End multi-model episodes, all or none. Skip those that this same report has already ended."""
+    """End multi-model episodes, all or none. Skip those that this very report has already ended."""
     listed = [result.episode for results in message.results for result in results.values()]
     if not 1 <= len(listed) <= EPISODES_PER_COMMAND_MAX:
         raise Refused(
@@ -86,7 +86,8 @@ def end(hive: Hive, live: Live, message: MultiModelEnd) -> Decisions:
 def _outcomes(hive: Hive, client: str, results: Mapping[str, EpisodeResult]) -> list[tuple[str, Episode, Outcome]]:
     """Return the engine, episode and outcome of each part of a multi-model episode, or nothing for a repeated report.
 
-    A restarted engine has forgotten its part, but the others still know the report. Raises `Refused`.
+    An engine that was restarted has forgotten its part, but the other engines still know the report. Raises `Refused`
+    if the report cannot end the episodes.
     """
     report = outcome_digest(results)
     by_cause = sorted(results.items(), key=lambda item: _is_consequence(hive, *item))

@@ -54,7 +54,8 @@ def end_of(engine: EngineState, live: Live, model: ClientModel, save: bool) -> e
 def ended(
     engine: EngineState, live: Live, session: TrainingSession, reason: SessionEnd, **how: Unpack[_How]
 ) -> tuple[Event, ...]:
-    """Return the event that ends a session, and the operations that end its models after their waiting operations."""
+    """Return the event that ends a session, and the operations that end its models once their waiting operations are
+    done."""
     live.session_seen.pop((engine.name, session.session), None)
     event = ev.SessionEnded(at_ns=live.now_ns, engine=engine.name, session=session.session, reason=reason, **how)
     return (event, *(end_of(engine, live, model, event.save) for model in to_end(engine, session)))
@@ -78,7 +79,8 @@ def seen_ns(engine: EngineState, live: Live, session: TrainingSession) -> int:
 
 
 def room_for_session(engine: EngineState, live: Live, holder: str) -> tuple[Event, ...]:
-    """Return the events that end silent sessions, if another session needs their room. Raises `Refused` QUOTA."""
+    """Return the events that end silent sessions, if another session needs their room. Raises `Refused` QUOTA if no
+    room can be made."""
     limit = engine.collection.operations.sessions_max
     there = [each for each in engine.clients.sessions.values() if each.ended is None]
     events: tuple[Event, ...] = ()
@@ -97,8 +99,8 @@ def room_for_session(engine: EngineState, live: Live, holder: str) -> tuple[Even
 
 
 def room_for_model(engine: EngineState, live: Live, session: TrainingSession, limit: int) -> tuple[Event, ...]:
-    """Return the events that end silent sessions with models, if another model needs their room. Raises `Refused`
-    QUOTA."""
+    """Return the events that end silent sessions with models, if another model needs their room. Raises `Refused` QUOTA
+    if no room can be made."""
     there = _taking_room(engine, limit)
     events: tuple[Event, ...] = ()
     silent_ones = [each for each in _silent(engine, live) if any(model.session == each.session for model in there)]

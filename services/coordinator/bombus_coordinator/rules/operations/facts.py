@@ -60,8 +60,8 @@ def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisio
 def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
     """Accept the first result of an operation from the current trainer. A later result changes nothing.
 
-    The message can be sent as a command: the answer says that the operation has a result, either this or an earlier
-    one.
+    The message can be sent as a command: the answer says that the operation has a result, whether this one or an
+    earlier one.
     """
     model = engine.clients.models.get(message.model)
     if not _is_current(engine, message):
@@ -104,7 +104,7 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
 
 
 def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return the event that keeps the model saved by an operation, if it saved one."""
+    """Return the event that records the model saved by an operation, if the operation saved one."""
     saved = message.saved
     if saved is None or message.failed:
         return []
@@ -127,8 +127,8 @@ def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, m
 
 
 def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return the event that closes a model, if the operation ended it, could not create it, or repeatedly failed to
-    save it."""
+    """Return the event that closes a model, if the operation ended the model, could not create it, or repeatedly failed
+    to save it."""
     if queued.number == model.begun and message.failed:
         reason, why = ModelEnd.NOT_CREATED, "it could not be created; the result of its first operation says why"
     elif message.closes and not message.failed:
@@ -149,7 +149,7 @@ def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued,
 
 
 def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
-    """Note that the current trainer cannot rebuild a model, or that it can again.
+    """Note that the current trainer cannot rebuild a model, or that it can rebuild the model again.
 
     The same reason is noted again if the trainer has just tried to rebuild the model, or if trainers died trying.
     """
@@ -165,7 +165,8 @@ def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
 
 
 def rebuilds(engine: EngineState, live: Live, message: RebuildsModel) -> Decisions:
-    """Note which operation the current trainer re-executes to rebuild a model, or that it survived rebuilding it."""
+    """Note which operation the current trainer re-executes to rebuild a model, or that the trainer has survived the
+    rebuild."""
     model = engine.clients.models.get(message.model)
     if not _is_current(engine, message) or model is None or model.closed is not None:
         return

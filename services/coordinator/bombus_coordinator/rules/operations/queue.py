@@ -28,7 +28,7 @@ CREATE, END, SAVE = "create_model", END_MODEL, "save_weights"
 HELD_S = 24 * 3600.0  # how long operations waiting for a suspended model protect the saved models they load
 WHY_CHARS_MAX = 500
 TEXT_CHARS_MAX = 1000  # maximum length of the name of a base or saved model
-METADATA_BYTES_MAX = 4 << 10  # maximum for a model, and for a checkpoint
+METADATA_BYTES_MAX = 4 << 10  # maximum size for a model, and for a checkpoint
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")  # must be usable as a folder name
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UNNAMED = re.compile(r"(sample|inflight)-\d+\Z")  # name that gateways give an unnamed save
@@ -53,7 +53,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     _check_form(message)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}: open one.")
-    if session.ended is not None and message.op != END:  # only allowed: ending its remaining models
+    if session.ended is not None and message.op != END:  # a client may still end its remaining models
         raise Refused(
             Code.SESSION_OVER, f"Session {message.session} has ended ({session.ended.reason}): open another one."
         )
@@ -175,7 +175,7 @@ def check_base(engine: EngineState, base: str, what: str) -> None:
     if engine.phase == Phase.OFFLINE and job is not None and base not in (job.model, engine.name):
         raise Refused(
             Code.UNKNOWN_MODEL,
-            f"Engine {engine.name} is configured for models on {job.model}, not on {base}. Use that base, or "
+            f"Engine {engine.name} is configured for models based on {job.model}, not {base}. Use that base, or "
             "another engine, or configure this one with a job for your base.",
         )
     served = "" if engine.started is None else engine.started.base
@@ -188,7 +188,8 @@ def check_base(engine: EngineState, base: str, what: str) -> None:
 
 
 def _room_for_new(engine: EngineState, live: Live, message: Operate, session: TrainingSession) -> tuple[Event, ...]:
-    """Return the events that make room for another model. Raises `Refused` if this engine cannot serve it now."""
+    """Return the events that make room for another model. Raises `Refused` if this engine cannot serve another one
+    now."""
     check_base(engine, message.base, "create a model")
     if engine.rest_wanted:
         why = f"The trainer of engine {engine.name} is asleep and creates no models until it is woken by /wake_up."
@@ -200,7 +201,7 @@ def _room_for_new(engine: EngineState, live: Live, message: Operate, session: Tr
 
 
 def run_started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
-    """Return the start of an operations run on a base."""
+    """Return the event that starts an operations run on a base."""
     return ev.EngineStarted(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -249,7 +250,7 @@ def _check_room(engine: EngineState, message: Operate, model: ClientModel) -> No
 
 
 def _is_full(engine: EngineState, holder: str) -> bool:
-    """Return whether a key's holder has reached the limit of saved models. A published model counts for its owner."""
+    """Return whether a key's holder has reached the limit on saved models. A published model counts for its owner."""
     kept, limit = engine.clients.kept, engine.collection.operations.checkpoints_max
     return len(kept) >= limit and not has_share(Counter(each.noted.owner for each in kept.values()), holder, limit)
 
@@ -295,8 +296,8 @@ def in_use(engine: EngineState, live: Live) -> set[str]:
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate, model: ClientModel) -> tuple[Event, ...]:
-    """Return the event that makes room for a save at the limit, so that a loop can continue. Raises `Refused` if there
-    is none to make."""
+    """Return the event that makes room for a save at the limit, so that a loop can continue. Raises `Refused` if no
+    room can be made."""
     holder = engine.clients.holder_of(model)
     if message.op != SAVE or not _is_full(engine, holder):
         return ()

@@ -1,4 +1,4 @@
-"""The life of an operations run, and which messages in the stream `ops` it no longer needs."""
+"""The life of an operations run, and the rules for which messages in the stream `ops` are no longer needed."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -16,7 +16,8 @@ FLOORS_MAX = 1000  # maximum number in one event
 
 
 def trainer_serves(engine: EngineState, live: Live, message: TrainerServes) -> Decisions:
-    """Note that the run can begin to serve, as its trainer has loaded the base. The transition to rolling follows."""
+    """Note that the run can begin to serve, because its trainer has loaded the base. The transition to rolling
+    follows."""
     if message.run != engine.run or not engine.serves_operations or message.trainer_epoch != engine.trainer_epoch:
         return
     if engine.phase != Phase.BOOTING or not engine.trainer or engine.stage == BOOTED:
@@ -28,7 +29,7 @@ def begin_sampling(engine: EngineState, live: Live, message: BeginSampling) -> D
     """Let a session sample. Starts a run if the engine is offline. A repeat changes nothing."""
     session = engine.clients.sessions.get(message.session)
     if session is None or session.ended is not None:
-        raise Refused(Code.SESSION_OVER, f"Session {message.session[:NAME_CHARS]} has ended here; open another one.")
+        raise Refused(Code.SESSION_OVER, f"Session {message.session[:NAME_CHARS]} has ended; open a new one.")
     if len(message.base) > TEXT_CHARS_MAX:
         raise Refused(Code.MALFORMED, f"The name of a base model must have at most {TEXT_CHARS_MAX} characters.")
     check_base(engine, message.base, "sample")
@@ -45,7 +46,7 @@ def begin_sampling(engine: EngineState, live: Live, message: BeginSampling) -> D
 
 
 def ask_rest(engine: EngineState, live: Live, message: AskRest) -> Decisions:
-    """Ask the trainer to free its memory, or to continue. A repeat changes nothing."""
+    """Tell the trainer to free its memory, or to continue. A repeat changes nothing."""
     what = "put the trainer to sleep" if message.asleep else "wake the trainer up"
     if not engine.serves_operations:
         raise wrong_phase(what, engine.phase, f"Engine {engine.name} serves no training operations: create a model.")
@@ -92,7 +93,7 @@ def end_idle_run(engine: EngineState, live: Live) -> Decisions:
 
 
 def floor_of(model: ClientModel, below: int) -> int:
-    """Return the sequence in `ops` before which nothing of a model is needed, at most `below`."""
+    """Return the sequence in `ops` before which a model needs nothing, but at most `below`."""
     return min([below, *(body.first for body in model.needed())])
 
 

@@ -24,9 +24,9 @@ SHOWN_CHARS = 128  # characters shown of an unknown name in a message
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
 AGAIN_S = 60.0  # delay before a model that could not be saved is saved again
 LEFT_S = 24 * 3600.0  # how long a model that cannot be rebuilt waits to be saved after its session ended
-TRIED_S = 1800.0  # by the end of LEFT_S, one trainer must have had this long, under a leader, to try it
-MODEL_S = 60.0  # how long a session for one model may exist without it
-ENDED_KEPT = 2  # ended sessions kept, as a multiple of the open ones allowed; beyond it they are forgotten early
+TRIED_S = 1800.0  # by the end of LEFT_S, one trainer must have had this long, under a leader, to try rebuilding it
+MODEL_S = 60.0  # how long a session for one model may exist before that model is created
+ENDED_KEPT = 2  # ended sessions kept, as a multiple of the open ones allowed; others are forgotten early
 
 
 def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decisions:
@@ -152,7 +152,7 @@ def _has_no_model(engine: EngineState, live: Live, session: TrainingSession) -> 
 
 
 def _is_idle(engine: EngineState, live: Live, session: TrainingSession) -> bool:
-    """Return whether a session has shown no sign of life for too long and no work was done for it."""
+    """Return whether a session has shown no sign of life, and no work has been done for it, for too long."""
     return seen_ns(engine, live, session) + ns(session.idle_s) <= live.now_ns
 
 
@@ -213,7 +213,7 @@ def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> D
 
 
 def publish_weights(engine: EngineState, live: Live, message: PublishWeights) -> Decisions:
-    """Make a saved model public, or no longer public. Its time to live keeps running."""
+    """Make a saved model public, or private again. Its time to live keeps running."""
     kept = _kept(engine, message)
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if kept.noted.public == message.public:

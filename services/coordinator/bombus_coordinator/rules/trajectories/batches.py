@@ -29,7 +29,7 @@ from bombus_coordinator.rules.operations.queue import is_body
 from bombus_coordinator.rules.operations.serving import FLOORS_MAX
 from bombus_coordinator.rules.trajectories.registering import again, check_queue
 
-GROUPS_MAX = 1_024  # maximum in one push, whose event is then far below a message's limit
+GROUPS_MAX = 1_024  # maximum number in one push, whose event is then far below the size limit for messages
 KEY_CHARS_MAX = 200
 WHY_CHARS_MAX = 500  # maximum length of the reason for giving groups up
 
@@ -70,7 +70,8 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
 
 
 def group_episodes(hive: Hive, live: Live, message: EpisodesGrouped) -> Decisions:
-    """Queue a group made from ended episodes, and remove them from the pool. If they cannot form a group, drop them.
+    """Queue a group made from ended episodes, and remove the episodes from the pool. Drop episodes that cannot form a
+    group.
 
     Do nothing if the episodes have left the pool, or if there is no room yet: the leader will make the group again.
     """
@@ -114,7 +115,8 @@ def _check_bodies(hive: Hive, engine: EngineState, groups: Iterable[QueuedGroup]
 
 
 def _why_no_room(hive: Hive, engine: EngineState, groups: Sequence[QueuedGroup]) -> str:
-    """Return why there is no room for groups in the queue, or for their holder in the stream. "" if there is room."""
+    """Return why there is no room for groups in the queue, or for their holder in the stream, or "" if there is
+    room."""
     sizes: dict[str, int] = {}
     for group in groups:
         sizes[group.holder] = sizes.get(group.holder, 0) + (0 if group.body is None else group.body.size)
@@ -222,7 +224,7 @@ def give_up_old(engine: EngineState, live: Live) -> Decisions:
 
 
 def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
-    """Note that a batch has reached its trainer. The trainer gets a new batch next time."""
+    """Note that a batch has reached its trainer. The trainer's next request gets a new batch."""
     batch = engine.trajectories.batch
     if batch is None or batch.delivered or (batch.run, batch.number) != (message.run, message.number):
         return
@@ -249,7 +251,7 @@ def give_up(engine: EngineState, live: Live, message: GiveUpGroups) -> Decisions
 
 
 def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
-    """Return the first sequence of the body of each group that the message may name, by group number."""
+    """Return, by group number, the first sequence of the body of each group that the message may name."""
     handed = engine.trajectories.batch
     groups: Iterable[tuple[int, QueuedGroup]] = ()
     if not message.number:
@@ -305,7 +307,7 @@ def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
 
 
 def _lowered(hive: Hive, live: Live, end: int) -> Decisions:
-    """Lower what is released to the new end of a stream that went back, since its sequences are reused."""
+    """Lower the released bound to the new end of a stream that went back, since the sequences after it are reused."""
     own = tuple(ev.HolderFloor(*each, end) for each, floor in hive.released_of_holders().items() if floor > end)
     below = min(hive.trajectories_released, end)
     if below < hive.trajectories_released or own:

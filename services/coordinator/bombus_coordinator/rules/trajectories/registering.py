@@ -1,4 +1,5 @@
-"""Register the trainers and environments of rollout groups, track whether they are alive, and let them leave."""
+"""Register the trainers and environments of rollout groups, track whether they are alive, and handle their
+departure."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -15,7 +16,7 @@ from bombus_coordinator.rules.live import Live, ns
 
 ENVIRONMENT_IDLE_S = 600.0  # silence after which an environment counts as gone
 TEXT_CHARS_MAX = 1_000
-FOLDER_CHARS_MAX = 4_096  # the maximum of most file systems
+FOLDER_CHARS_MAX = 4_096  # the maximum in most file systems
 
 
 def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) -> Decisions:
@@ -93,9 +94,9 @@ def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) 
 
 
 def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions:
-    """Let an environment join. Until the trainer has asked for a batch, the environment has to ask again.
+    """Admit an environment. Until the trainer has asked for a batch, the environment has to ask again.
 
-    Our own trainer never asks for batches. With it, the environment waits until replicas serve the model.
+    Our own trainer never asks for batches. With our own trainer, the environment waits until replicas serve the model.
     """
     state = engine.trajectories
     begun = engine.phase != Phase.BOOTING and (engine.makes_steps or state.begun)
@@ -153,7 +154,7 @@ def _left(engine: EngineState, live: Live, environment: int, reason: Environment
 
 
 def again(engine: EngineState, live: Live, environment: int) -> tuple[Event, ...]:
-    """Return the event that reconnects an environment that fell silent; no event for any other environment."""
+    """Return the event that reconnects an environment that fell silent, or no event for any other environment."""
     known = engine.trajectories.queue.environments.get(environment)
     if known is None or known.connected or environment not in engine.trajectories.silent_ns:
         return ()

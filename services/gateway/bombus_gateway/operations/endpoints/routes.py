@@ -1,6 +1,7 @@
 """The routes with which xorl's clients register inference servers, sync weights to them, and put the trainer to sleep.
 
-They answer directly, without a future. A failure is answered with `success: false` and a sentence, not an HTTP error.
+These routes answer directly, without a future. A failure is answered with `success: false` and a sentence, not an HTTP
+error.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from bombus_gateway.operations_wire.endpoints import Endpoint, SyncRequest, read
 from bombus_gateway.operations_wire.submission import DEFAULT_MODEL
 from bombus_gateway.plain_routes import JsonResponse, PlainRoute
 
-REST_S = 900.0  # time for the operation in progress and recovery checkpoints, or for rebuilding models
+REST_S = 900.0  # time to finish the current operation and recovery checkpoints, or to rebuild models
 
 
 class EndpointRoutes:
@@ -110,7 +111,8 @@ class EndpointRoutes:
         return {"success": True, "message": f"{name} will get no more weights."}
 
     async def list(self, request: Request) -> Response:
-        """Answer with all endpoints that the client may use. Those that do not respond are listed as not `healthy`."""
+        """Answer with all endpoints that the client may use. An endpoint that does not respond is listed as not
+        `healthy`."""
         added = [*seen_by(self._operations.clients, self._gateway.holder_of(request)).endpoints.values()]
         entries = await asyncio.gather(*(self._looked_up(each) for each in added))
         return JsonResponse({"endpoints": entries, "count": len(entries)})
@@ -142,7 +144,7 @@ class EndpointRoutes:
         return await _answered(self._rest(asleep=False))
 
     async def _rest(self, asleep: bool) -> dict[str, object]:
-        """Put the trainer to sleep or wake it up, and answer once this is done."""
+        """Put the trainer to sleep or wake it up, and answer once the trainer has done so."""
         await self._gateway.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=self._operations.engine, asleep=asleep))
         run = self._operations.state.run
         is_over = _over(lambda: self._operations.state, run, asleep)

@@ -1,6 +1,7 @@
 """Probe the inference servers that clients name, on hosts that the operator allows, and give them weights.
 
-Only the hive's own replicas, as recorded on the log, are sent the key for replicas. No other server is trusted with it.
+Only the hive's own replicas, as recorded on the log, are sent the key for replicas. No other server is trusted with
+that key.
 """
 
 import asyncio
@@ -35,8 +36,8 @@ LOAD_S = 1200.0  # time for a server to load weights; xorl's client waits half a
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server to give weights to. `failure` says why it cannot get them. `key` is its access key if it is our own
-    replica."""
+    """A server to give weights to. `failure` says why the server cannot be given weights. `key` is its access key if it
+    is our own replica."""
 
     at: Endpoint
     url: str
@@ -89,9 +90,9 @@ def _leads_to(url: str, at: Endpoint) -> bool:
 
 
 async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
-    """Return the server at an address. The target has a `failure` if, for example, the operator does not allow its
-    host."""
-    import httpx  # imported late: it takes 5 MB, and few gateways need it
+    """Return the server at an address as a target, which has a `failure` if, for example, the operator does not allow
+    its host."""
+    import httpx  # imported late: httpx takes 5 MB, and few gateways need it
 
     url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
     try:

@@ -65,10 +65,10 @@ class WeightSync:
         self._saved_here: dict[str, None] = {}  # by path; servers may still be reading other gateways' saves
 
     async def sync(self, asked: SyncRequest, holder: str, only: Endpoint | None = None) -> SyncReport:
-        """Give a model's weights to all endpoints of its owner, or only to `only`.
+        """Give a model's weights to all of its owner's endpoints, or only to `only`.
 
-        The model and the endpoints must be among those that the key's holder may use. Raises `Refused` if no endpoint
-        can get the weights.
+        `holder` is the holder of a key, who must be allowed to use the model and the endpoints. Raises `Refused` if no
+        endpoint can get the weights.
         """
         model = self._model(asked.model, holder)
         lock = self._of_models.setdefault(model.name, asyncio.Lock())
@@ -99,8 +99,8 @@ class WeightSync:
     # ---- what, and where ------------------------------------------------------------------------------------------
 
     def _model(self, name: str, holder: str) -> ClientModel:
-        """Return the model to sync. If the client names none, as xorl's usually does, it is `default` or else the only
-        model."""
+        """Return the model to sync. If the client names no model, as is usual for xorl's, return `default` or else the
+        only model."""
         if self._operations.state.rest_wanted:
             raise Refused(Code.WRONG_PHASE, "The trainer is asleep, so it has no weights: POST /wake_up first.")
         open_models = seen_by(self._operations.clients, holder).open_models
@@ -201,8 +201,8 @@ class WeightSync:
     async def _remove_older(self, model: ClientModel, own: str, given: dict[CheckpointKind, CheckpointSaved]) -> None:
         """Remove checkpoints of the model's earlier syncs that no server is still reading.
 
-        `own` is the name under which this sync saved, and `given` contains the checkpoints that servers got last. The
-        newest checkpoints are kept, whichever gateway saved them.
+        `own` is the name under which this sync saved its checkpoints, and `given` contains the checkpoints that servers
+        got last. The newest checkpoints are kept, whichever gateway saved them.
         """
         for kind, count in KEPT.items():
             every = synced_weights(self._operations.clients, kind, model.name)
@@ -219,7 +219,8 @@ class WeightSync:
         trim(self._saved_here, REMEMBERED)
 
     async def _remove(self, model: ClientModel, kind: CheckpointKind, name: str) -> None:
-        """Remove a checkpoint made for a sync. If that fails now, a later sync will remove it, or it will expire."""
+        """Remove a checkpoint made for a sync. If the removal fails, a later sync removes the checkpoint, or it
+        expires."""
         remove = inbox.RemoveWeights(
             id=f"remove-{model.name}-{kind}-{name}",
             engine=self._operations.engine,

@@ -28,7 +28,8 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
 
 
 class DownloadLink(msgspec.Struct, frozen=True, array_like=True):
-    """What a link permits: reading a checkpoint until the link expires, while its weights have this `address`."""
+    """What a link permits: reading a checkpoint until the link expires, as long as the checkpoint's weights have this
+    `address`."""
 
     engine: str
     checkpoint: str
@@ -40,7 +41,7 @@ _links = msgspec.msgpack.Decoder(DownloadLink)
 
 
 class Downloads:
-    """The downloads of one engine. `keys` sign the links, so any gateway of the hive can serve them."""
+    """The downloads of one engine. `keys` sign the links, so any of the hive's gateways can serve them."""
 
     def __init__(self, keys: Keys, engine: str) -> None:
         self._keys = keys
@@ -99,7 +100,8 @@ def files_of(kept: KeptWeights) -> dict[str, Path]:
 
 
 class Archive:
-    """A tar of a checkpoint's files. All are opened at the start, so they stay readable if removed or replaced."""
+    """A tar of a checkpoint's files. All files are opened at the start, so they stay readable if removed or
+    replaced."""
 
     def __init__(self, files: dict[str, Path], folder: str) -> None:
         """Open the files, which are in `folder` within the tar. Raises `OSError`."""
@@ -118,7 +120,7 @@ class Archive:
         return sum(len(head) + _filled(size) for head, _, size in self._parts) + 2 * tarfile.BLOCKSIZE
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of the tar. Raises `OSError`, in which case the receiver gets less than `size`."""
+        """Yield the bytes of the tar. Raises `OSError`, in which case the receiver gets fewer than `size` bytes."""
         for head, file, size in self._parts:
             yield head
             left = size

@@ -30,7 +30,8 @@ class _Cursor(msgspec.Struct, frozen=True):
 
 
 class SessionSearch(msgspec.Struct, frozen=True):
-    """The conditions of a search. A session must meet all of them, but only one of `session_id` and `display_name`.
+    """The conditions of a search. A session must meet all of them, except that one of `session_id` and `display_name`
+    is enough.
 
     The words of `display_name` must all occur in the session's own display name, in any order and case.
     """
@@ -49,7 +50,7 @@ _searches = msgspec.json.Decoder(SessionSearch)
 
 
 def read_search(body: bytes) -> SessionSearch:
-    """Read a search. Raises `Refused` MALFORMED."""
+    """Read a search. Raises `Refused` MALFORMED if the body is invalid."""
     return decode_body(_searches, body)
 
 

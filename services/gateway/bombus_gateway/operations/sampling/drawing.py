@@ -60,7 +60,7 @@ class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> int:
-        """The number of numbers in an answer: tokens, logprobs and alternatives."""
+        """How many numbers an answer contains: tokens, logprobs and alternatives."""
         sampled = sum(len(sample.tokens) // 4 * (2 + 2 * len(next(iter(sample.top), ()))) for sample in self.samples)
         return sampled + len(self.prompt_logprobs) // 4 + 2 * sum(map(len, self.top_prompt))
 
@@ -77,13 +77,14 @@ class SampleDrawing:
         return self._calls.follower.hive.engine(self._engine)
 
     async def text_model(self) -> TextModel:
-        """Return the tokenizer of the run. Raises `Refused` while there is none."""
+        """Return the run's tokenizer. Raises `Refused` while there is none."""
         return await self._calls.models.text_model(self.engine)
 
     async def tokens_of(self, text: str) -> bytes:
         """Return a text as tokens (int32).
 
-        Raises `Refused` PROMPT_TOO_LONG before encoding the text, and in the same cases as `text_model`.
+        Raises the same errors as `text_model`, and `Refused` PROMPT_TOO_LONG, without encoding the text, if it has too
+        many characters.
         """
         model = await self.text_model()
         limit = CHARACTERS_FOR_A_TOKEN * self._context(model)
@@ -252,7 +253,7 @@ class SampleDrawing:
             adapter=sampler.address,
             prompt_logprobs=bool(asked.scored),
             top_prompt=asked.top_prompt if asked.scored else 0,
-            plain_logprobs=not self.engine.has_policy,  # a policy's trainer computes logprobs at the temperature too
+            plain_logprobs=not self.engine.has_policy,  # a policy's trainer computes logprobs at this temperature too
         )
 
     def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:
@@ -308,7 +309,7 @@ class _Collected:
                 self._scores.frombytes(frame.logprobs)
                 self._top += _rows(frame)
             case Fault():
-                raise ReplicaGone(frame.why)  # normally raised by the replica client before
+                raise ReplicaGone(frame.why)  # normally already raised by the replica client
 
     def drawn(self) -> DrawnSamples:
         logprobs, top = self._of_prompt(len(self._asked.prompt) // 4, self._asked.scored)
@@ -336,7 +337,7 @@ class _Collected:
 
 
 class _Choice:
-    """One sample while it is drawn."""
+    """One sample while it is being drawn."""
 
     def __init__(self, stream: TextStream, ends: set[int]) -> None:
         self.text: list[str] = []

@@ -58,7 +58,8 @@ class SampleFutures:
         """Begin to draw, and return the id of the future. A request with an equal body is a repeat, with the same id
         and answer.
 
-        Only keys with the name of `holder` can read the answer. Raises `Refused` OVERLOADED.
+        Only keys with the name of `holder` can read the answer. Raises `Refused` OVERLOADED if too many requests are
+        open.
         """
         name = f"{submission.request_id}:{digest(f'{holder.name}//'.encode() + body_digest).hex()[:16]}"
         if name not in self._drawn:
@@ -73,7 +74,8 @@ class SampleFutures:
 
     @contextmanager
     def _open(self, size: int, share: str) -> Iterator[None]:
-        """Count the bytes of a request while it is open. Raises `Refused` OVERLOADED."""
+        """Count the bytes of a request while it is open. Raises `Refused` OVERLOADED if the open requests would be too
+        large."""
         if not has_share(self._open_bytes, share, OPEN_BYTES_MAX, size):
             held = sum(self._open_bytes.values())
             why = f"The open requests for samples have {held} bytes here, and the limit is {OPEN_BYTES_MAX}"
@@ -107,7 +109,7 @@ class SampleFutures:
         return FutureAnswer(200, PROTOBUF, await self._drawing.written(drawn, write))
 
     def _count(self, share: str, task: "asyncio.Task[FutureAnswer]") -> None:
-        """Count the bytes of an answer. Beyond a limit, forget the oldest answers of the share that has the most."""
+        """Count the bytes of an answer. Beyond a limit, forget the oldest answers of the share with the most bytes."""
         self._bytes[share] += _size(task)
         while sum(self._bytes.values()) > ANSWERS_BYTES_MAX:
             most = max(self._bytes, key=self._bytes.__getitem__)

@@ -80,12 +80,12 @@ def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
 
 
 def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
-    """Return the weights that xorl's client calls `name`, which is a checkpoint's path or the name that it was saved
-    under.
+    """Return the weights that xorl's client calls `name`: the path of a checkpoint, or the name under which it was
+    saved.
 
     A name means the client's newest checkpoint with that name, preferably one saved for sampling. Without a name, the
     weights are those of the adapter synced last in this run, or else the base. Raises `Refused` if there is no such
-    checkpoint, or if several models have one.
+    checkpoint, or if several models have one with that name.
     """
     clients = seen_by(engine.clients, holder)
     if not name:

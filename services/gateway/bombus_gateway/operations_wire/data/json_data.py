@@ -28,7 +28,8 @@ from bombus_gateway.operations_wire.submission import NOT_GIVEN, Submission, add
 LABELS = "labels"
 IGNORED = -100  # the label of a token that is not trained on
 _INPUT_IDS, _CHUNKS = "input_ids", "chunks"
-# xorl settings that are dropped: `_ALWAYS_DONE` because every answer does it anyway, `_OPTIONAL` if they are false.
+# xorl settings that are dropped: those in `_ALWAYS_DONE` because every answer does what they ask for anyway, and those
+# in `_OPTIONAL` if they are false.
 _ALWAYS_DONE = ("return_per_token",)
 _OPTIONAL = ("compute_kl_stats",)
 
@@ -154,7 +155,8 @@ def _tail(values: Array) -> Array:
 def _without_ignored(inputs: dict[str, Array], loss: str) -> dict[str, Array]:
     """Return inputs without targets of -100, which become token 0 with a weight or an advantage of 0.
 
-    xorl's server ignores tokens with an advantage of 0. If the caller gives a mask, it is set to 0 for these too.
+    xorl's server ignores tokens with an advantage of 0. If the caller gives a mask, it is set to 0 for these tokens
+    too.
     """
     targets = inputs.get(TARGET_TOKENS)
     if targets is None:

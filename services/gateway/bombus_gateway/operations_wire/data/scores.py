@@ -16,7 +16,7 @@ _WIRE_TYPES = {DType.FLOAT32: WireDType.FLOAT32, DType.INT32: WireDType.INT32, D
 _MEANS = {"kl_sample_train_k3": "kl_sampled_k3:sum", "entropy_sample": "entropy_sampled:sum"}
 # The reductions that both clients know, given after the colon in a metric's name.
 REDUCTIONS = ("mean", "sum", "min", "max", "slack", "unique")
-_WEIGHTED = (":mean", ":slack")  # clients combine these with weights, which are the numbers of data
+_WEIGHTED = (":mean", ":slack")  # clients weight these by the numbers of data
 
 
 def write_scores(scores: Scores) -> bytes:
@@ -63,7 +63,7 @@ def _record(data: list[dict[str, Array]]) -> Message:
 def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:
     """Return the answer to a forward_backward with this loss, with one object for each datum.
 
-    The `loss` of an object is the sum of its `elementwise_loss`, as an array, the form that xorl-client reads.
+    Each object's `loss` is the sum of its `elementwise_loss`, in an array, which is the form that xorl-client reads.
     """
     return {
         "loss_fn_output_type": loss,

@@ -1,7 +1,7 @@
 """Convert sparse targets and weights (SparseCsr) to the dense arrays that they represent.
 
-An unlisted target is token 0, and an unlisted weight is 0: the SDK leaves out zeros, so a place may be listed for one
-of the two and not for the other. If the whole request fits the limits on numbers and on the bytes of an operation, each
+An unlisted target is token 0, and an unlisted weight is 0: the SDK leaves out zeros, so a place may be listed in one of
+the two and not in the other. If the whole request fits the limits on numbers and on the bytes of an operation, each
 tensor becomes an array of its own shape, and `logprobs` are returned in that shape. If it does not fit, as with one
 column for each token of a vocabulary, the listed places of each row are moved to its left, and `logprobs` are returned
 in this narrower shape.
@@ -83,7 +83,8 @@ def written_out(data: Sequence[Tensors], budget: NumberBudget, beside: int = 0) 
 
 
 def _cells(tensors: Tensors) -> int:
-    """Return how many numbers a sequence's sparse tensors have as arrays, adding weights for targets that have none."""
+    """Return how many numbers a sequence's sparse tensors contain as arrays, including weights added for targets
+    without any."""
     sparse = [tensor for tensor in tensors.values() if isinstance(tensor, SparseTensor)]
     needs_weights = isinstance(tensors.get(TARGET_TOKENS), SparseTensor) and WEIGHTS not in tensors
     return sum(tensor.cells for tensor in sparse) + (sparse[0].cells if needs_weights else 0)

@@ -25,7 +25,7 @@ class NumberBudget:
         self._left = limits.TRAINING_NUMBERS
 
     def take(self, numbers: int) -> None:
-        """Reserve room for `numbers` more. Raises `Refused` if there is none."""
+        """Reserve room for `numbers` more. Raises `Refused` if there is not enough."""
         self._left -= numbers
         if self._left < 0:
             why = f"The request has more than {limits.TRAINING_NUMBERS} tokens and numbers; send less data at once."

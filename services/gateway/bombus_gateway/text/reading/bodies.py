@@ -1,4 +1,5 @@
-"""Finds the end of a tool call's body as it arrives, reading each character once however the text is split."""
+"""Finds the end of a tool call's body as the text arrives, reading each character only once however the text is
+split."""
 
 import re
 from collections.abc import Sequence

@@ -62,8 +62,8 @@ def find_call_text(render: RenderText, reading: Reading, ends: Collection[str]) 
 
 
 def calls_come_singly(render: RenderText, reading: Reading) -> bool:
-    """Return whether each call can be read before the next begins. In some syntaxes, calls are a list that is read
-    whole."""
+    """Return whether each call can be read before the next begins. In some syntaxes, calls form a list that can only be
+    read as a whole."""
     if reading.syntax is not None and reading.syntax.unmarked is not None:
         return False  # the template never writes the mark, so calls with the mark may be a list
     for count, empty in product((2, 1), ("", None)):

@@ -126,8 +126,8 @@ PROBE_TOOLS: tuple[Mapping[str, Any], ...] = tuple(
     for name in ("f", "g_2")
 )
 _Calls = tuple[tuple[str, dict[str, Any]], ...]
-# A candidate syntax must read the first probe; each further probe it reads adds to its score. Some templates cannot
-# write them all.
+# A candidate syntax must read the first probe; each further probe that it reads adds to its score. Some templates
+# cannot write all probes.
 _CALLS: tuple[_Calls, ...] = (
     (("f", {"a": 1, "b": "x y"}),),
     (("f", {"a": 1, "c": {"k": [1, True, "z"], "l": {"m": 1.5}}}),),
@@ -169,7 +169,8 @@ _PART_OF_TAG = re.compile(r"(?:<[^<>\s]*|\[[A-Z_/]*)\Z")
 
 
 def turn_of(render: RenderText, message: ChatMessage) -> tuple[str, str] | None:
-    """Return the text that a template writes before a turn, and the turn's text; None if it refuses the turn."""
+    """Return the text that a template writes before a turn, and the turn's text, or None if the template refuses the
+    turn."""
     try:
         prompt, whole = render([_USER], PROBE_TOOLS, True), render([_USER, message], PROBE_TOOLS, False)
     except TemplateRefused:

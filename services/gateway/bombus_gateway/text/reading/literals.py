@@ -39,7 +39,7 @@ class Literals:
         return self._at == len(self._text)
 
     def take(self, mark: str) -> bool:
-        """Skip white space, and `mark` if it comes next. Return whether it did."""
+        """Skip white space, and `mark` if it comes next. Return whether the mark came next."""
         self._skip()
         found = self._text.startswith(mark, self._at)
         self._at += len(mark) if found else 0

@@ -130,7 +130,7 @@ class OpenAIBackend:
     async def _checked(self, server: Server, policy: Policy) -> CanaryCheck | None:
         """Compare the logprobs that the server gives with what is expected. Raises `CanaryFailed`.
 
-        Return None if it gives none.
+        Return None if the server gives no logprobs.
         """
         if policy.expected is None:
             return None

@@ -70,7 +70,7 @@ def _missing(choice: ServerChoice) -> list[str]:
 def _is_raw(plain: ServerChoice, hot: ServerChoice) -> bool:
     """Return whether the logprobs are the model's own, not those of the distribution that tokens are sampled from.
 
-    If they were those of the sampling distribution, doubling the temperature would halve the gap between the two most
+    If they came from the sampling distribution, doubling the temperature would halve the gap between the two most
     likely tokens.
     """
     gap, hot_gap = _gap(plain), _gap(hot)

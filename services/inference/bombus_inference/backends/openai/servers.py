@@ -37,7 +37,7 @@ class Server(Protocol):
         """Yield parts of the answer as they arrive. Raises `BackendFailed`, `Refused` or `httpx.HTTPError`."""
 
     async def score(self, tokens: list[int]) -> list[float] | None:
-        """Return the logprobs of all tokens but the first, None if the server gives none.
+        """Return the logprobs of all tokens but the first, or None if the server gives none.
 
         Raises `BackendFailed`, `httpx.HTTPError` or `msgspec.MsgspecError`.
         """

@@ -100,19 +100,19 @@ def completions_body(model: str, request: Generate, prompt: list[int], tokens_ma
 
 
 def parse_completions(data: bytes) -> list[ServerChoice]:
-    """Parse one event or answer. Raises `BackendFailed`."""
+    """Parse one event or answer. Raises `BackendFailed` if it is invalid."""
     answer = _completions.decode(data)
     answer.check()
     return [_completion_choice(choice, answer.cached_prompt_tokens) for choice in answer.choices]
 
 
 def completions_scoring_body(model: str, tokens: list[int]) -> bytes:
-    """Return the body of a request that scores `tokens` as vLLM does; it must sample a token too."""
+    """Return the body of a request that scores `tokens` as vLLM does. The request must also sample a token."""
     return _encoder.encode({"model": model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0})
 
 
 def parse_completions_scores(data: bytes, tokens: list[int]) -> list[float] | None:
-    """Return the logprobs of all `tokens` but the first, None if the server gives none. Raises `BackendFailed`."""
+    """Return the logprobs of all `tokens` but the first, or None if the server gives none. Raises `BackendFailed`."""
     answer = _completions.decode(data)
     answer.check()
     rows = answer.choices[0].prompt_logprobs if answer.choices else None
@@ -209,13 +209,13 @@ def parse_sglang(data: bytes) -> list[ServerChoice]:
 
 
 def sglang_scoring_body(tokens: list[int]) -> bytes:
-    """Return the body of a request that scores `tokens`; it samples a token too."""
+    """Return the body of a request that scores `tokens`. The request also samples a token."""
     scoring = {"return_logprob": True, "logprob_start_len": 0, "stream": False}
     return _encoder.encode({"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, **scoring})
 
 
 def parse_sglang_scores(data: bytes, tokens: list[int]) -> list[float] | None:
-    """Return the logprobs of all `tokens` but the first, None if the server gives none."""
+    """Return the logprobs of all `tokens` but the first, or None if the server gives none."""
     answer = _sglang.decode(data)
     choice = answer[0] if isinstance(answer, list) else answer
     rows = (choice.meta_info.input_token_logprobs or [])[1:]

@@ -175,7 +175,7 @@ class TorchBackend:
 
 
 async def _in_thread(read: Callable[[Policy], T], policy: Policy) -> T:
-    """Read a policy without changing what is served. Raises `EngineFault`, also when out of memory."""
+    """Read a policy without changing what is served. Raises `EngineFault` if it cannot be read or memory runs out."""
     try:
         return await asyncio.to_thread(read, policy)
     except (MemoryError, OSError, RuntimeError) as error:

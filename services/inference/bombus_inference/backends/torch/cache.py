@@ -42,7 +42,7 @@ class Blocks:
         return self._holders[block]
 
     def root(self, adapter: str = "") -> int:
-        """Return the name of an adapter's empty prefix; "" is the engine's own policy."""
+        """Return the name of an adapter's empty prefix, where "" means the engine's own policy."""
         name = self._roots.get(adapter)
         if name is None:
             name = self._roots[adapter] = self._next_name
@@ -87,7 +87,8 @@ class Blocks:
         return self._names[block]
 
     def remember(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
-        """Let later prefixes find this full block. Return the name under which its children are remembered."""
+        """Remember this full block, so that later prefixes can find it. Return the name under which its children are
+        remembered."""
         key = (parent, tokens)
         existing = self._remembered.get(key)
         if existing is not None:  # computed twice in parallel: keep the first; this one is freed when released

@@ -32,7 +32,7 @@ from bombus_inference.backends.torch.rows import Rows
 
 log = logging.getLogger(__name__)
 
-SINGLE_TOKENS = 6  # at the end of each line; from the third on, they are computed in rows if rows are used
+SINGLE_TOKENS = 6  # at the end of each sequence; from the third on, they are computed in rows if rows are used
 ROWS_BYTES = 256 << 20
 HALF = {torch.bfloat16, torch.float16}
 
@@ -53,9 +53,9 @@ def disagreement(model: PreTrainedModel, block_tokens: int, limit: int) -> Disag
 
 
 def check_model(model: PreTrainedModel, precision: str, expected: Expected) -> CanaryCheck | None:
-    """Compare a model's canary with the trainer's. Return None if it cannot be computed or compared.
+    """Compare a model's canary with the trainer's. Return None if the canary cannot be computed or compared.
 
-    Raises `CanaryFailed`.
+    Raises `CanaryFailed` if the two do not agree.
     """
     adapted = any(isinstance(module, AdaptedLinear) for module in model.modules())
     holds = precision in ("float32", expected.canary.dtype)  # the values as they were published
@@ -88,7 +88,8 @@ def _rounds_buffers(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def _paged_logprobs(model: PreTrainedModel, block_tokens: int, lines: list[Tensor]) -> list[Tensor]:
-    """Return the logprobs of each line's last tokens, computed in passes over a cache that both lines share."""
+    """Return the logprobs of the last tokens of each sequence in `lines`, computed in passes over a cache that both
+    share."""
     like = next(model.parameters())
     each = len(lines[0]) // block_tokens + 1
     pool = KvPool(layer_shapes(model, PLAN), each * len(lines), block_tokens, like)
@@ -113,7 +114,7 @@ def _paged_logprobs(model: PreTrainedModel, block_tokens: int, lines: list[Tenso
 
 
 def _passes(lines: list[Tensor], blocks: int) -> Iterator[list[SequenceChunk]]:
-    """Yield passes over all tokens of each line except the last: first two chunks, then single tokens."""
+    """Yield passes over all but the last token of each sequence in `lines`: first two chunks, then single tokens."""
     cuts = [_cuts(len(line) - 1, number) for number, line in enumerate(lines)]
     for turn in range(max(map(len, cuts)) - 1):
         chunks = []
@@ -126,7 +127,7 @@ def _passes(lines: list[Tensor], blocks: int) -> Iterator[list[SequenceChunk]]:
 
 
 def _cuts(tokens: int, number: int) -> list[int]:
-    """Return the positions at which line `number` is cut into passes. They differ between lines, so that passes are
-    ragged."""
+    """Return the positions at which sequence `number` is cut into passes. They differ between sequences, so that passes
+    are ragged."""
     single = max(tokens - SINGLE_TOKENS - number, 1)
     return sorted({0, (single + number) // 2, *range(single, tokens + 1)})

@@ -247,7 +247,7 @@ class Engine:
     def check_canary(self, expected: Expected) -> CanaryCheck | None:
         """Compare what the weights in memory compute, in float64, with what is expected. Raises `CanaryFailed`.
 
-        It is called right after the weights have changed, when nothing that others computed may be in the cache.
+        Call this right after the weights have changed, when the cache must contain nothing that other weights computed.
         """
         if self.blocks.remembered:
             raise CanaryFailed(
@@ -284,7 +284,8 @@ class Engine:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The type of each tensor of a version. Some models keep a few in float32 in a half-precision engine."""
+        """The type of each tensor of a version. Some models keep a few tensors in float32 in a half-precision
+        engine."""
         return {name: tensor.dtype for name, tensor in tensors_of(self._model).items()}
 
     def _version_of(self, sequence: SequenceState) -> int:

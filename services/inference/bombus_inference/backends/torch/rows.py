@@ -99,7 +99,7 @@ class LaneStep:
 
 
 class Rows:
-    """Gives rows to sequences within `bytes_max`. A sequence without a row is served from its blocks."""
+    """Gives rows to sequences, in at most `bytes_max` of memory. A sequence without a row is served from its blocks."""
 
     def __init__(self, pool: KvPool, bytes_max: int) -> None:
         self._pool = pool

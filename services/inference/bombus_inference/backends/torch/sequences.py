@@ -16,7 +16,7 @@ class SequenceState:
     """Choice number `choice` of the request with this ticket. `blocks` hold the keys and values of `computed` tokens.
 
     `parent` is the name of the last remembered block, or None once no more blocks may be remembered. `block_owner`
-    identifies the sequence as the holder of its blocks; it is replaced when the blocks are given back.
+    identifies the sequence as the holder of its blocks, and is replaced when the sequence gives its blocks back.
     """
 
     __slots__ = (

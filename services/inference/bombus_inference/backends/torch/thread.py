@@ -38,7 +38,8 @@ def _delivery(output: Output) -> Delivery:
 
 
 class EngineThread:
-    """Runs at most one engine in its own thread. `deliver` is called on the event loop that created this object.
+    """Runs at most one engine in its own thread. `deliver` is called on the event loop in which this object was
+    created.
 
     `failed` receives the exception when the engine breaks (out of memory, a bug); nothing runs after that.
     """
@@ -70,7 +71,7 @@ class EngineThread:
     async def change(self, change: Callable[[Engine], None], expected: Expected | None = None) -> CanaryCheck | None:
         """Change the engine's weights, then check them before anything is computed with them.
 
-        Raises what `change` raises, and `CanaryFailed`, after which there is no engine.
+        Raises what `change` raises. If the check fails, raises `CanaryFailed`; there is then no engine.
         """
 
         def turn(engine: Engine | None) -> CanaryCheck | None:

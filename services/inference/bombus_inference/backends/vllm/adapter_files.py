@@ -31,7 +31,7 @@ from bombus_inference.model_files import Shapes
 
 WEIGHT = ".weight"
 _IN_A_LAYER = re.compile(r"\.layers\.\d+\.")
-_OF_EXPERTS = re.compile(r"\.(experts\.|gate$|router$)")  # layers of a mixture's router or experts
+_OF_EXPERTS = re.compile(r"\.(experts\.|gate$|router$)")  # layers in the router or the experts of a mixture model
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +55,9 @@ class AdapterRules:
 
 
 def copy_adapter(address: str, source: Path, folder: Path, rules: AdapterRules) -> CopiedAdapter:
-    """Copy the adapter in `source` to the new `folder`, with a configuration of checked values only.
+    """Copy the adapter in `source` to the new `folder`, with a configuration that contains only checked values.
 
-    Raises `Refused`, leaving no files behind.
+    Raises `Refused` if the adapter cannot be served. A failure leaves no files behind.
     """
     check_address(address)
     try:
@@ -72,7 +72,8 @@ def copy_adapter(address: str, source: Path, folder: Path, rules: AdapterRules) 
 
 
 def write_zeros(folder: Path, shapes: Shapes) -> None:
-    """Write an adapter that changes nothing to the new `folder`. Raises `EngineFault` if no layer can have one."""
+    """Write an adapter that changes nothing to the new `folder`. Raises `EngineFault` if no layer can have an
+    adapter."""
     layer = next(iter(adaptable_layers(shapes)), None)
     if layer is None:
         raise EngineFault("vLLM serves no adapters on this model: none of its layers supports them")
@@ -132,7 +133,7 @@ def _written(layers: Sequence[str], config: PeftConfig) -> dict[str, object]:
 
 
 def _checked_layers(folder: Path, config: PeftConfig, rules: AdapterRules) -> list[str]:
-    """Return the names of an adapter's layers. Raises `EngineFault`."""
+    """Return the names of an adapter's layers. Raises `EngineFault` if it contains anything that cannot be served."""
     with TensorFile(folder / ADAPTER_FILE) as file:
         layers = [name.removeprefix(PREFIX).removesuffix(LOW_A) for name in file.names if name.endswith(LOW_A)]
         named = {name for layer in layers for name in adapter_names(layer)}

@@ -1,4 +1,4 @@
-"""The adapters that a vLLM serves beside its policy, each through vLLM's own `LoRARequest`.
+"""The adapters that a vLLM server serves beside its policy, each through vLLM's own `LoRARequest`.
 
 vLLM knows each adapter by the name of our copy of it. Every copy gets a new name, so vLLM's cache never returns
 anything that was computed with another copy.
@@ -57,7 +57,7 @@ class VllmAdapters:
         """Keep an adapter loaded while a request uses it, and yield its name in vLLM. The address "" means the policy
         itself.
 
-        Raises `Refused`.
+        Raises `Refused` if the adapter is not loaded.
         """
         if not address:
             yield ZEROS
@@ -94,7 +94,7 @@ class VllmAdapters:
             return dropped is not None
 
     async def unload(self, address: str) -> None:
-        """Drop an adapter. Raises `Refused` while requests use it, or if it is not loaded."""
+        """Drop an adapter. Raises `Refused` if requests are still using it, or if it is not loaded."""
         async with self._changing:
             loaded = self.store.find(address)
             self.store.remove(address)
@@ -106,7 +106,7 @@ class VllmAdapters:
         await _remove(adapter.folder)
 
     async def _send(self, path: str, body: dict[str, object]) -> None:
-        """Tell vLLM to load or unload an adapter. Raises `Refused` if vLLM fails to."""
+        """Tell vLLM to load or unload an adapter. Raises `Refused` if vLLM does not do so."""
         try:
             response = await self._post(path, body)
         except httpx.HTTPError as error:

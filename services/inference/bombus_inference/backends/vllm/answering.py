@@ -25,7 +25,7 @@ from bombus_inference.backends.vllm.wire import parse_deltas, request_body
 log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
-CANARY_S = 10.0  # under load, vLLM scores the canary only after the requests that already wait
+CANARY_S = 10.0  # under load, vLLM scores the canary only after the requests that are already waiting
 
 _NOT_COMPILED = "the engine failed on a structured-output request ({}); it may not support this schema"
 _TokenDeltas = AsyncGenerator[list[ChoiceDelta], None]
@@ -72,7 +72,10 @@ class Answering:
             raise
 
     def _model_of(self, request: Generate) -> contextlib.AbstractContextManager[str]:
-        """Return a context that yields vLLM's name for a request's weights and keeps them loaded. Raises `Refused`."""
+        """Return a context that yields vLLM's name for a request's weights and keeps them loaded.
+
+        Raises `Refused` if the request names an adapter that is not served.
+        """
         if self.adapters is not None:
             return self.adapters.using(request.adapter)
         if request.adapter:
@@ -94,7 +97,7 @@ class Answering:
         assembler = FrameAssembler(request, served.number, lambda: served.swaps == swaps, tokens_max - len(prompt))
         async with contextlib.aclosing(self._deltas(request, prompt, tokens_max, model)) as arriving:
             async for deltas in arriving:
-                await served.steady.wait()  # new weights are checked before any of their tokens leaves
+                await served.steady.wait()  # new weights are checked before any token sampled from them is sent
                 for delta in deltas:
                     if request.prompt_logprobs:
                         delta.cached_prompt_tokens = 0  # the whole prompt was computed for its scores
@@ -125,9 +128,10 @@ class Answering:
         delta.tops = scored.tops[len(prompt) - 1 :]
 
     async def score_canary(self, expected: Expected, dtype: str) -> CanaryCheck | None:
-        """Compare the logprobs that vLLM gives with what is expected. Raises `CanaryFailed` or another `EngineFault`.
+        """Compare the logprobs that vLLM returns with the expected ones.
 
-        Return None if it gives none, as for a policy that is an adapter, or gives none within `CANARY_S`.
+        Return None if vLLM cannot return any, as for a policy that is an adapter, or does not return them within
+        `CANARY_S`. Raises `CanaryFailed` if they differ, or another `EngineFault` if vLLM fails to score the canary.
         """
         if not self.limits.scores:
             return None
@@ -139,7 +143,7 @@ class Answering:
             why = str(error) or f"vLLM is too busy to score the canary within {CANARY_S:.0f} s"
             log.warning("version %d is served unchecked: %s", expected.version, why)
             return None
-        except (BackendFailed, httpx.HTTPError, msgspec.MsgspecError) as error:  # also if scores are not finite
+        except (BackendFailed, httpx.HTTPError, msgspec.MsgspecError) as error:  # includes scores that are not finite
             why = str(error) or type(error).__name__
             raise EngineFault(f"vLLM did not score the canary of version {expected.version}: {why}") from error
         return compare(expected, [each for one in scored for each in one.logprobs], SERVED[dtype])
@@ -155,7 +159,7 @@ class Answering:
         tokens_max = self.limits.tokens_max(request, prompt)
         if not _is_rescored(request):
             return tokens_max
-        longest = self.limits.max_model_len - 1  # after the tokens that it scores, vLLM must sample one more
+        longest = self.limits.max_model_len - 1  # after scoring the prompt, vLLM must sample one more token
         if longest <= len(prompt):
             why = (
                 f"the prompt has {len(prompt)} tokens; with logprobs at temperature 1 for tokens that are sampled "

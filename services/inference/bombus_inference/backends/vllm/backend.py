@@ -93,7 +93,7 @@ class _Child:
 
 
 def _with_less(child: _Child, fault: EngineFault) -> _Child:
-    """Return a child without the feature that prevented this one from starting. Raises `fault` if no feature did."""
+    """Return a child without the feature that prevented `child` from starting. Raises `fault` if no feature did."""
     if child.constrains and "tokeniz" in str(fault).lower():
         log.warning("vLLM is started without the model's tokenizer, so structured output is unavailable: %s", fault)
         return replace(child, constrains=False)
@@ -179,7 +179,7 @@ class VllmBackend:
         return self._adapters
 
     async def _ask(self, server: VllmServer, path: str, body: dict[str, object]) -> httpx.Response:
-        """Post to a child. Raises `httpx.HTTPError`, also if the child has ended."""
+        """Post to a child. Raises `httpx.HTTPError` if the request fails or the child has ended."""
         if server.ended.is_set() or server.client.is_closed:
             raise httpx.TransportError("it has ended")
         return await server.client.post(path, json=body, timeout=self._vllm.update_s)
@@ -202,7 +202,8 @@ class VllmBackend:
         await self._end_server(STOPPING)
 
     async def _start(self, policy: Policy, report_stage: ReportStage) -> CanaryCheck | None:
-        """Start a new child with these weights. Raises `EngineFault`."""
+        """Start a new child with these weights. Raises `EngineFault` if the child cannot be started or fails its
+        checks."""
         config = await asyncio.to_thread(read_config, policy.folder)
         shapes = await asyncio.to_thread(read_shapes, _changing_file(policy))
         compute = await asyncio.to_thread(with_precision, self._compute, policy)
@@ -249,7 +250,7 @@ class VllmBackend:
     async def _started(
         self, child: _Child, shapes: Shapes, report_stage: ReportStage
     ) -> tuple[VllmServer, VllmAdapters | None]:
-        """Start a child and generate a token with it. Raises `EngineFault`."""
+        """Start a child and generate a token with it. Raises `EngineFault` if either fails."""
         python = self._vllm.python or environment_python("vllm")
         policy, compute = child.policy, child.compute
         server = VllmServer()
@@ -267,7 +268,8 @@ class VllmBackend:
         return server, adapters
 
     async def _adapters_of(self, server: VllmServer, child: _Child, shapes: Shapes) -> VllmAdapters:
-        """Return the adapters of a new child, none of them loaded yet. Raises `EngineFault` if it cannot serve any."""
+        """Return the adapters for a new child, none of them loaded yet. Raises `EngineFault` if the child cannot serve
+        any."""
         compute = child.compute
         rules = AdapterRules(shapes, self._vllm.max_lora_rank, compute.adapters_bytes, compute.precision)
         adapters = VllmAdapters(server.adapters, rules, partial(self._ask, server))
@@ -335,7 +337,7 @@ class VllmBackend:
     async def _post(
         self, server: VllmServer, path: str, json: Mapping[str, object] | None = None, expect: bytes = b""
     ) -> None:
-        """Post and check the answer. Raises `BackendFailed` or `httpx.HTTPError`."""
+        """Send a POST request and check the response. Raises `BackendFailed` or `httpx.HTTPError`."""
         response = await server.client.post(path, json=json, timeout=self._vllm.update_s)
         if response.status_code != 200 or expect not in response.content:
             raise BackendFailed(f"{path} answered {response.status_code}: {response.text[:400]}")

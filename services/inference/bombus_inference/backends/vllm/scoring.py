@@ -18,8 +18,8 @@ from bombus_inference.backends.wire import ScoredToken, ServerAnswer
 
 
 class ScoredAnswer(ServerAnswer):
-    """An answer with scores: for each prompt token but the first, the token's own score and those of the most likely
-    tokens."""
+    """An answer with scores: for each prompt token but the first, the token's own score and the scores of the most
+    likely tokens."""
 
     prompt_logprobs: list[dict[int, ScoredToken] | None] | None = None
 

@@ -42,7 +42,7 @@ REPORT_EVERY_S = 10.0
 STOP_S = vllm_keeper.GRACE_S + 5.0
 REASON_CHARS_MAX = 400
 MODEL, ADAPTER = "policy", "adapter"  # names in vLLM
-ADAPTERS_IN_MEMORY = 4  # how many batches' worth of adapters; the others are reread when a request names them
+ADAPTERS_IN_MEMORY = 4  # as a multiple of `max_loras`; the others are reread when a request names them
 PASS_TOKENS = 512
 NO_TOKENIZER = "--skip-tokenizer-init"  # vLLM argument that makes structured output unavailable
 EXTENSION = Path(__file__).with_name("adapter_swap.py")
@@ -85,11 +85,11 @@ def vllm_arguments(
         "logprobs-mode": "processed_logprobs",  # logprobs of the distribution that was sampled from
         "max-logprobs": TOP_LOGPROBS_MAX + 1,
         "generation-config": "vllm",  # not the model's own configuration, which would change how tokens are sampled
-        # The first request that needs a backend chooses it for all later requests; only this one supports what we send.
+        # The first request that needs a backend chooses it for all later requests; only xgrammar supports what we send.
         "structured-outputs-config": '{"backend": "xgrammar"}',
     }
     several: dict[str, list[str]] = {}
-    if compute.kv_cache_bytes is not None or compute.device == "cpu":  # on a GPU, vLLM finds out how much is free
+    if compute.kv_cache_bytes is not None or compute.device == "cpu":  # on a GPU, vLLM measures the free memory
         options["kv-cache-memory-bytes"] = compute.cache_bytes
     if vllm.gpu_memory_utilization is not None:
         options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
@@ -104,7 +104,7 @@ def vllm_arguments(
     if beside:
         options |= {
             "max-lora-rank": _lora_rank_max(vllm.max_lora_rank),
-            "max-loras": vllm.max_loras + 1,  # plus the adapter of zeros, as which the policy is served
+            "max-loras": vllm.max_loras + 1,  # one more for the adapter of zeros, which serves as the policy
             "max-cpu-loras": ADAPTERS_IN_MEMORY * vllm.max_loras + 1,
         }
         # The output layer is excluded: with LoRA on it, scoring a prompt crashes the engine (vLLM 0.32).
@@ -134,11 +134,11 @@ def _lora_rank_max(rank: int) -> int:
 
 
 def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, str]:
-    """Return the child's environment: routes that change weights enabled, usage reports disabled, internal ports kept
-    local.
+    """Return the child's environment, which enables the routes that change weights, disables usage reports, and keeps
+    internal ports local.
 
     On `cuda:N` the child gets GPU N and, if several GPUs share the model, the GPUs after it. Raises `EngineFault` if
-    they are not available.
+    these GPUs are not available.
     """
     variables = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     variables |= {
@@ -191,7 +191,8 @@ class VllmServer:
     async def start(
         self, command: Sequence[str], variables: Mapping[str, str], start_s: float, report_stage: ReportStage
     ) -> None:
-        """Start vLLM and return once it answers. If it does not, end it and raise `EngineFault` with `last_words`."""
+        """Start vLLM and return once it answers. If it does not answer, end it and raise `EngineFault` with
+        `last_words`."""
         keeper = [sys.executable, "-I", str(Path(vllm_keeper.__file__)), str(os.getpid())]
         log.debug("starting %s", " ".join(command))
         try:

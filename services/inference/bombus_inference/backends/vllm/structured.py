@@ -1,4 +1,4 @@
-"""Translates the constraint of an answer to vLLM's `structured_outputs`."""
+"""Translates the constraint on an answer to vLLM's `structured_outputs`."""
 
 import json
 

@@ -104,7 +104,7 @@ def _delta(choice: VllmChoice, run: int, top_logprobs: int, cached: int) -> Choi
 
 
 def versions_of(spans: list[VersionSpan], run: int) -> list[int]:
-    """Return one version for each token. Raises `BackendFailed` for weights of another run."""
+    """Return one version for each token. Raises `BackendFailed` if any of the weights are not from `run`."""
     versions: list[int] = []
     for span in spans:
         span_run, slash, version = span.version.partition("/")

@@ -20,7 +20,7 @@ from bombus_trainer.data.packing import Segment
 from bombus_trainer.data.sequences import Ints
 
 NAME = "bombus_tree"
-WASTE_MAX = 1.3  # how many times the needed work a block may compute
+WASTE_MAX = 1.3  # a block may compute at most this multiple of the work that is needed
 CALL_COST = 1 << 14  # the cost of another kernel call, in query-key products
 MASK_ELEMENTS_MAX = 1 << 22  # for a block of several segments; one mask is kept per window of the model
 MASK_ALIGNMENT = 8  # fused kernels copy a mask unless its rows start at multiples of this

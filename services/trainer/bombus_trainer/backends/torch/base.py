@@ -24,7 +24,7 @@ class Base:
     def __init__(self, folder: Path, settings: TrainerSettings, all_weights: bool, ranks: Ranks | None = None) -> None:
         """Load the model in `folder`. Raises `EngineFault` if it cannot be loaded or trained.
 
-        Each of `ranks` (None: this process alone) has the whole model, and their gradients are summed.
+        Each of `ranks` (if None, only this process) has the whole model, and their gradients are summed.
         """
         self.settings = settings
         self.ranks = ranks or Ranks.alone()
@@ -38,7 +38,7 @@ class Base:
     def adapters(self, spec: AdapterSpec) -> dict[str, LoraLinear]:
         """Make new adapters, by the name of the layer that each adapts. All of them are switched off.
 
-        Raises `EngineFault` as `layers` does.
+        Raises `EngineFault` in the same cases as `layers`.
         """
         generator = torch.Generator().manual_seed(spec.seed)
         return {name: LoraLinear(layer, spec.rank, spec.alpha, generator) for name, layer in self.layers(spec).items()}
@@ -46,7 +46,7 @@ class Base:
     def numbers(self, spec: AdapterSpec | None) -> int:
         """Return the number of parameters in an adapter, or in the whole model if `spec` is None.
 
-        Raises `EngineFault` as `layers` does.
+        Raises `EngineFault` in the same cases as `layers`.
         """
         if spec is None:
             return sum(parameter.numel() for parameter in self.network.parameters())

@@ -38,7 +38,7 @@ PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
 
 
 def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
-    """Replace the unknown (NaN) logprobs of the sampler by those of the old policy.
+    """Replace the sampler's unknown (NaN) logprobs with those of the old policy.
 
     The correction of those tokens is then 1.
     """
@@ -50,7 +50,7 @@ def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
 def loss_of_terms(
     scored: ScoredTerms, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
 ) -> PolicyLoss:
-    """Compute the share of N trained tokens in their update's loss, whichever backend computed their logprobs."""
+    """Compute what N trained tokens contribute to their update's loss, whichever backend computed their logprobs."""
     inputs = LossInputs(
         logprobs_N=scored.logprobs_N,
         old_logprobs_N=old_N,
@@ -75,9 +75,9 @@ class Executor(StepBackend[Bin]):
         files: Mapping[str, bytes] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load the model in `folder` at step 0. `files` are the tokenizer's files (None: those in `folder`).
+        """Load the model in `folder` at step 0. `files` are the tokenizer's files; if None, those in `folder` are used.
 
-        `ranks` train together (None: this process alone). Raises `EngineFault` if the model cannot be loaded or
+        `ranks` train together; None means this process alone. Raises `EngineFault` if the model cannot be loaded or
         trained.
         """
         torch.manual_seed(settings.job.model.seed)
@@ -89,7 +89,7 @@ class Executor(StepBackend[Bin]):
         self.policy = self.base.policy
         kept = settings.config.kl_coef > 0.0 and self.base.all_weights  # with an adapter, the base is the reference
         self._reference = self.policy.frozen_copy() if kept else self.policy
-        self._base_canary: tuple[float, ...] = ()  # of the model below an adapter, once computed
+        self._base_canary: tuple[float, ...] = ()  # canary of the model under an adapter, once computed
         self._shapes = self.policy.dense_shapes()  # read by another thread while a step switches adapters on and off
 
     @property

@@ -51,8 +51,8 @@ class Cost:
     def of_attention(self) -> float:
         """The factor a such that T tokens cost about as much as T + a T^2 tokens would without attention.
 
-        Forward, a token costs 2 x matrices, and each of its T / 2 pairs 4 x attention. Backward, both cost twice as
-        much if the matrices are trained.
+        In the forward pass, a token costs 2 x matrices, and each of its T / 2 pairs costs 4 x attention. In the
+        backward pass, both cost twice as much if the matrices are trained.
         """
         return self.attention / self.matrices
 
@@ -84,9 +84,9 @@ def _attended(layer: "PretrainedConfig") -> int:
 def flops_of_step(cost: Cost, tokens: int, heads: int, pairs: int, backward: bool = True) -> float:
     """Return the FLOPs of a pass over `tokens` rows, of which `heads` need logits, with `pairs` query-key pairs.
 
-    Forward takes 2 for each matrix element and row, and 4 (keys, values) for each pair and element of a head. Backward
-    takes as much for the rows' gradients, and as much again for the matrices' gradients if they are trained; for
-    attention, it takes twice as much as forward.
+    The forward pass takes 2 for each matrix element and row, and 4 (keys, values) for each pair and element of a head.
+    The backward pass takes as much for the rows' gradients, and as much again for the matrices' gradients if they are
+    trained; for attention, it takes twice as much as the forward pass.
     """
     multiplied = 2.0 * (cost.matrices * tokens + cost.head * heads)
     attended = 4.0 * cost.attention * pairs
@@ -101,10 +101,10 @@ def attention_pairs(segments: Iterable[Segment]) -> int:
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Return a device's peak FLOP/s in bfloat16; None on a CPU or for an unknown device."""
+    """Return a device's peak FLOP/s in bfloat16, or None on a CPU or for an unknown device."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak dense bfloat16 FLOP/s of the CUDA device with this name; None if it is unknown."""
+    """Return the peak dense bfloat16 FLOP/s of the CUDA device with this name, or None if it is unknown."""
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)

@@ -15,8 +15,8 @@ from bombus.architectures.logits import AS_IS, LogitsForm
 
 @dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """An output layer: its matrix W [V, H], its bias [V] if any, and the transformation that is applied to their
-    result."""
+    """An output layer: its matrix W [V, H], its bias [V] if any, and the transformation that is applied to its
+    logits."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -78,8 +78,8 @@ def _logits(hidden_UH: Tensor, output: OutputLayer, temperatures_U: Tensor) -> t
 class _ChosenLogprobs(torch.autograd.Function):
     """d logprob_n / d hidden_u = (s_n W[target_n] - (p_u s_u) W) / temperature_u, with s the slopes of the logits.
 
-    So (p_u s_u) W is all that backward needs. Since d entropy_u / d logit_v = -p_v (log p_v + entropy_u), the entropy
-    needs (p_u (log p_u + entropy_u) s_u) W.
+    So (p_u s_u) W is all that the backward pass needs. Since d entropy_u / d logit_v = -p_v (log p_v + entropy_u), the
+    entropy needs (p_u (log p_u + entropy_u) s_u) W.
     """
 
     @staticmethod

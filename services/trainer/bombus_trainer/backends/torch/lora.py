@@ -133,7 +133,7 @@ def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
 def target_modules(model: nn.Module, layers: Iterable[str]) -> list[str]:
     """Return names by which peft finds these layers of a model and no other modules.
 
-    They are the last parts of the layers' names, or the whole name if another module's name ends in the same part.
+    Each is the last part of a layer's name, or the whole name if another module's name ends in the same part.
     """
     adapted = set(layers)
     others = {

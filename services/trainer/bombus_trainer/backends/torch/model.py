@@ -90,7 +90,7 @@ class PolicyModel:
     def load(cls, folder: Path, settings: TrainerSettings, all_weights: bool = True) -> "PolicyModel":
         """Load a model from a Hugging Face folder. Either all of its weights are trained, or none.
 
-        Raises `EngineFault` if it cannot be loaded, or computes something that this trainer does not reproduce.
+        Raises `EngineFault` if the model cannot be loaded, or computes something that this trainer does not reproduce.
         """
         export = export_dtype(folder, settings)
         on_cpu = settings.device == "cpu" and settings.job.model.dtype == "auto"
@@ -250,7 +250,7 @@ class PolicyModel:
     def canary_logprobs(self, part: ModelPart = ModelPart.MODEL) -> tuple[float, ...]:
         """Compute the canary with the weights as they are published, with the adapters that are switched on.
 
-        `part` is `MODEL` if these are published merged, in the export precision.
+        `part` is `MODEL` if the adapters are published merged into the model, in the export precision.
         """
         adapters = adapters_of(self._model).values() if part == ModelPart.MODEL else ()
         merges = {adapter.base: (adapter.lora_a, adapter.lora_b, adapter.scale) for adapter in adapters}
@@ -268,8 +268,8 @@ class PolicyModel:
         return self.export_dtype if isinstance(value, nn.Parameter) else value.dtype
 
     def _dense(self) -> Iterator[tuple[str, Tensor, LoraLinear | None]]:
-        """Yield all weights except adapters, and persistent buffers, each with its adapter if any, in the order of a
-        file.
+        """Yield all weights except adapters, each with its adapter if any, and the persistent buffers, in the order of
+        the file.
 
         Tied weights appear once, under the first of their names. Tensors with wide elements come first, so that each
         tensor begins at a multiple of its element size.
@@ -297,7 +297,7 @@ def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
 def recompute_layers(model: "PreTrainedModel") -> None:
     """Keep only each layer's input for the backward pass, which recomputes the rest.
 
-    transformers does this only in training mode. There, many families also apply dropout and router jitter, so logprobs
+    transformers does this only in training mode, in which many families also apply dropout and router jitter: logprobs
     would be up to 2.5 nats off, and different in each pass. So the model stays in evaluation mode.
     """
     layers = [layer for layer in model.get_decoder().modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -319,6 +319,6 @@ def probe(sequence: Ints, first_id: int) -> TrainingItem:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """Return bfloat16 if the model's configuration names it or float16, otherwise float32."""
+    """Return bfloat16 if the model's configuration names bfloat16 or float16, otherwise float32."""
     dtype = load_config(folder).dtype
     return torch.bfloat16 if dtype in (torch.bfloat16, torch.float16) else torch.float32

@@ -77,8 +77,8 @@ class AdamW:
     def make_state(self) -> None:
         """Create the state of parameters that have gradients, unless it exists.
 
-        If there is no memory for it, a step then fails before it changes anything. Parts of a model that text never
-        passes through, such as a vision tower, have no gradients and take no memory.
+        If there is not enough memory for the state, a step then fails before it changes anything. Parts of a model that
+        text never passes through, such as a vision tower, have no gradients and take no memory.
         """
         for parameter in self.parameters.values():
             if parameter.grad is not None and parameter not in self._adam.state:
@@ -89,7 +89,7 @@ class AdamW:
                 }
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state by `<parameter>.<moment>`. It is empty before the first update."""
+        """Return the state, keyed by `<parameter>.<moment>`. It is empty before the first update."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for key, value in self._adam.state.get(parameter, {}).items():

@@ -14,7 +14,8 @@ from bombus_trainer.backends.torch.optim import AdamW
 
 
 class TrainedModel:
-    """An adapter on a base, or all weights of the base. `parameters` maps their names in a file to parameters."""
+    """An adapter on a base, or all weights of the base. `parameters` maps the name of each parameter in a file to the
+    parameter."""
 
     def __init__(self, base: Base, spec: AdapterSpec | None) -> None:
         """Make a new model. Raises `EngineFault` if the base cannot have this adapter."""
@@ -58,7 +59,7 @@ class TrainedModel:
     def restore(self, weights: Mapping[str, Tensor]) -> None:
         """Load what `weights` returned, or only its trained part.
 
-        Raises `EngineFault`, before anything changes, if it does not belong to this model.
+        Raises `EngineFault`, before anything changes, if the weights do not belong to this model.
         """
         every, trained = self.weights(), {name: value.detach() for name, value in self.parameters.items()}
         own = trained if weights.keys() == trained.keys() else every

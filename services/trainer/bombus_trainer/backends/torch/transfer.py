@@ -29,7 +29,7 @@ def join_arrays(arrays: Arrays, pinned: bool = False) -> Tensor:
 
 
 def split_buffer(buffer: Tensor, arrays: Arrays) -> dict[str, Tensor]:
-    """Return views into the buffer that `join_arrays` made of `arrays`, on whichever device the buffer now is."""
+    """Return views into the buffer that `join_arrays` made from `arrays`, on whichever device the buffer now is."""
     tensors: dict[str, Tensor] = {}
     for (name, array), start in zip(arrays.items(), _offsets(arrays), strict=False):
         dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype

@@ -26,7 +26,8 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def look_up(setting: str, name: str, registry: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the function registered as `name`. Raises an `EngineFault` that lists all registered names."""
+    """Return the function registered as `name`. If there is none, raises an `EngineFault` that lists all registered
+    names."""
     names = {str(getattr(key, "value", key)): function for key, function in registry.items()}
     if name not in names:
         raise EngineFault(f"{setting} = {name!r} is not in verl's registry, which has {', '.join(sorted(names))}")

@@ -112,17 +112,18 @@ def attention_of(settings: TrainerSettings) -> str | None:
 
 
 def packs(settings: TrainerSettings) -> bool:
-    """Return whether to pack a micro-batch into one row. Only if attention separates its sequences at no extra cost."""
+    """Return whether to pack a micro-batch into one row: only if attention separates the sequences at no extra cost."""
     attention = attention_of(settings) or ""
     return attention == ULYSSES or attention.startswith(FLASH)
 
 
 def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtype, packed: bool) -> Any:
-    """Create verl's engine with the model in `folder`, or this rank's part of it. Raises `EngineFault`.
+    """Create verl's engine with the model in `folder`, or this rank's part of it.
 
     If `packed`, a micro-batch is one row without padding, and attention tells sequences apart by their positions.
     Weights are kept in float32, as in the torch backend. The learning rate is set at each step, because verl's
-    schedules start their warm-up at a different step than ours and have no linear decay.
+    schedules start their warm-up at a different step than ours and have no linear decay. Raises `EngineFault` if verl
+    cannot load or train the model.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -141,7 +142,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             load_tokenizer=False,
             override_config={"attn_implementation": attention_of(settings)},
             use_remove_padding=packed,
-            enable_gradient_checkpointing=False,  # ours also works in evaluation mode
+            enable_gradient_checkpointing=False,  # our own checkpointing also works in evaluation mode
             lora_rank=config.lora_rank,
             lora_alpha=config.lora_alpha,
             target_modules=list(adapted),
@@ -184,7 +185,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, KeyError) and error.args == (ULYSSES,):  # it looked for ours among the family's own
+    if isinstance(error, KeyError) and error.args == (ULYSSES,):  # the family's code looked for ours among its own
         return "its layers accept no external attention, which trainer.ulysses_parallel_size needs: set it to 1"
     return f"{in_one_line(error)}; docs/models.md lists what backend torch trains"
 
@@ -201,7 +202,8 @@ def _check_splitting(config: "PretrainedConfig", ranks: int) -> None:
 
 
 def _check_packing(engine: Any, tokens: int) -> Disagreement:
-    """Compare the logprobs of two sequences of about `tokens` tokens in one micro-batch with those of each alone.
+    """Compare the logprobs of two sequences of about `tokens` tokens in one micro-batch with those of each sequence
+    alone.
 
     verl computes with transformers' own attention, so the possible errors are that sequences in a row see each other,
     or that a window is counted from the beginning of the row. Raises `EngineFault` if the model changes its head's
@@ -311,7 +313,7 @@ def _whole_rows(engine: Any) -> Iterator[None]:
 
 
 def _row_of(micro_batch: Any, engine: Any, in_full: bool) -> SplitRow | None:
-    """Return a micro-batch as a row that is split over the ranks of the group; None if ranks do not share rows."""
+    """Return a micro-batch as a row that is split over the ranks of the group, or None if ranks do not share rows."""
     if not engine.use_ulysses_sp:
         return None
     tokens = micro_batch["input_ids"]
@@ -374,9 +376,10 @@ def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tu
 
 
 def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
-    """Return the function that computes advantages (None: our own code does), and the function that computes the loss.
+    """Return the function that computes advantages, or None if our own code does, and the function that computes the
+    loss.
 
-    Raises `EngineFault` if a name is unknown, or if its function cannot be computed with these settings.
+    Raises `EngineFault` if a name is unknown, or if the function with that name cannot be used with these settings.
     """
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY

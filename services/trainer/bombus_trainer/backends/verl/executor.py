@@ -51,7 +51,8 @@ class VerlExecutor(StepBackend[MicroBatch]):
         files: Mapping[str, bytes] | None = None,
         packed: bool | None = None,
     ) -> None:
-        """Load the model in `folder` at step 0, as `Executor` does. Raises `EngineFault`.
+        """Load the model in `folder` at step 0, as `Executor` does. Raises `EngineFault` if it cannot be loaded or
+        trained.
 
         By default, sequences are `packed` with flash attention or if ranks share rows, and padded otherwise: any other
         attention would compute the scores between all tokens of a packed row and then mask most of them.
@@ -68,7 +69,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
                 f"trainer.ulysses_parallel_size is {self._sharing}, but this trainer has {ranks.size} ranks: set it to "
                 f"a number that divides {ranks.size}, or start the trainer with a multiple of {self._sharing}"
             )
-        self._counts = ranks.rank % self._sharing == 0  # only the first of the ranks that share rows
+        self._counts = ranks.rank % self._sharing == 0  # true only for the first of the ranks that share rows
         self._packed = verl_engine.packs(settings) if packed is None else packed
         self._estimate, self._loss = verl_engine.algorithms(settings)
         make = partial(verl_engine.new_engine, folder, settings, self._export_dtype, self._packed)
@@ -109,7 +110,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
             device = logprobs_N.device
             old_N = logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
             moved = to_device(arrays, device)
-            shares = [logprobs_N[:0].sum()]  # gives a micro-batch without terms a gradient too, of zeros
+            shares = [logprobs_N[:0].sum()]  # so that even a micro-batch without terms has a gradient (of zeros)
             for part in self._parts(counts):
                 of_terms = {name: values_N[part] for name, values_N in moved.items()}
                 scored = ScoredTerms(logprobs_N[part], entropy_N[part], of_terms, len(micro_batch))
@@ -198,8 +199,8 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return self.ranks.share(save_step(root, msgspec.structs.replace(facts, backend=NAME), fill))
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether this rank seals and checks a file: it does if the writer's rank, modulo the number of ranks,
-        is its own."""
+        """Return whether this rank seals and checks a file. The rank that does so is the writer's rank modulo the
+        number of ranks."""
         return writer_of(name) % self.ranks.size == self.ranks.rank
 
     def restore(self, path: Path, digest: str) -> None:

@@ -33,7 +33,7 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Read this rank's part of a state that any number of ranks wrote. Raises `CheckpointLost`."""
+    """Read this rank's part of a state that any number of ranks wrote. Raises `CheckpointLost` if it cannot be read."""
     model, of_optimizer = get_state_dict(module, optimizer)
     state = {"model": model, "optimizer": of_optimizer}
     try:

@@ -1,7 +1,7 @@
 """Ulysses: each rank computes one part of each row, and around attention the ranks exchange parts of rows for heads.
 
-Each rank of a group has all heads for its own part of a row. Before a layer's attention, ranks exchange these, so that
-each gets only some heads, but for the whole row; afterwards the results are sent back (DeepSpeed Ulysses,
+Each rank of a group has all heads for its own part of a row. Before a layer's attention, the ranks exchange heads for
+parts, so that each has the whole row for only some heads; afterwards the results are sent back (DeepSpeed Ulysses,
 https://arxiv.org/abs/2309.14509). Attention itself is the torch backend's, which needs no flash-attn and computes each
 sequence of a row alone. This module does not import verl.
 """
@@ -26,7 +26,7 @@ NAME = "bombus_ulysses"
 
 @dataclass(frozen=True, eq=False)
 class SplitRow:
-    """A row of S equal parts of P tokens, which the ranks of `group` compute in their order.
+    """A row of S equal parts of P tokens, which the ranks of `group` compute in rank order.
 
     `attention` covers all S x P tokens, including padding.
     """
@@ -91,7 +91,7 @@ def ulysses_attention(  # noqa: PLR0913 - the signature that transformers calls
     e].
 
     transformers calls this for every layer; `row` is our own argument, passed through the model's forward. Raises
-    `EngineFault` for heads that the ranks cannot share, and as `tree_attention` does.
+    `EngineFault` for heads that the ranks cannot share, and in the same cases as `tree_attention`.
     """
     if row is None:
         raise EngineFault(NOT_PASSED_ON)
@@ -141,7 +141,7 @@ def _gathered(sides: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
 
 
 def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send `parts[r]` to rank r, and return the parts that the ranks sent here, in the order of ranks."""
+    """Send `parts[r]` to rank r, and return the parts that the ranks sent here, in rank order."""
     exchanged: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
     return exchanged
 

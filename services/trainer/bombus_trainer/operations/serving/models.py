@@ -72,7 +72,7 @@ class ServedModels:
         self._begun: dict[str, int] = {}  # number of each model's creation, since names are reused
         self._clocks: dict[str, CheckpointClock] = {}
         self._read: dict[str, set[str]] = {}  # checkpoints that each model loaded since its recovery checkpoint
-        self._away: dict[str, set[str]] = {}  # by model that cannot be rebuilt now: checkpoints its operations read
+        self._away: dict[str, set[str]] = {}  # models that cannot be rebuilt now: checkpoints their operations read
 
     # ---- following the log ----------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class ServedModels:
         """
         self.executor.drop(model.name)
         self._hold(model)
-        checkpoint, done = model.checkpoint, model.done  # only failed ends come after `done`: nothing to repeat
+        checkpoint, done = model.checkpoint, model.done  # only failed ends come after `done`, and need no repetition
         executed = [each for each in model.again() if each.number <= done]
         begun = min(done, await self._first(model, checkpoint, rebuild))
         self._clocks[model.name] = CheckpointClock(begun, model.checkpointed, at_once=begun > model.checkpointed)
@@ -117,7 +117,8 @@ class ServedModels:
             reached(Point.OPERATION_MADE_AGAIN)
 
     async def _first(self, model: ClientModel, checkpoint: ModelCheckpointed | None, rebuild: Rebuild) -> int:
-        """Load the checkpoint to rebuild a model from, if there is one. Return the number of its last operation."""
+        """Load the checkpoint to rebuild a model from, if there is one. Return the number of the last operation that
+        need not be re-executed."""
         deadly = await rebuild.rescued_from()
         if deadly:
             load = partial(self.executor.rescue, model.name, _made_by(model), deadly)
@@ -221,7 +222,8 @@ class ServedModels:
         """Return an operation that was executed. If it failed and its body is gone, assume that it spoiled the
         gradient.
 
-        If that is wrong, the next step fails unnecessarily, which is better than a step with a different gradient.
+        If that assumption is wrong, the next step fails unnecessarily, which is better than a step with a different
+        gradient.
         """
         try:
             return await self.read(queued)
@@ -276,7 +278,7 @@ class ServedModels:
                 why += ", so it cannot be replaced now"
                 return Failed(error=f"{why}: save under another name, or try it later", category=Category.SERVER)
         number = queued.number
-        if isinstance(operation, EndModel):  # it saves the model before its own effect; a reset comes after
+        if isinstance(operation, EndModel):  # the saved model excludes this operation; a reset comes after the save
             number -= 1
         name = f"{_made_by(model)}{number}"
         kind, limit_s = Kind.OPERATION, None
@@ -356,9 +358,9 @@ class ServedModels:
         )
 
     async def write_checkpoint(self, name: str) -> tuple[int, str, str]:
-        """Write a recovery checkpoint of a model. Raises `OSError`.
+        """Write a recovery checkpoint of a model. Raises `OSError` if it cannot be written.
 
-        Returns the number of the last operation in it, its folder and its digest.
+        Returns the number of the last operation in the checkpoint, its folder and its digest.
         """
         clock = self._clocks[name]
         start = perf_counter()

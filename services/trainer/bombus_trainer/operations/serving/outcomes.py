@@ -38,7 +38,7 @@ def encoded(executor: OperationBackend, model: str, operation: Operation, result
 
 
 def metrics_of(result: Result) -> dict[str, float]:
-    """Return the metrics of a result to show, without any that are not finite."""
+    """Return the metrics to show for a result, without any that are not finite."""
     found: Mapping[str, float] = {}
     if isinstance(result, Scores):
         found = {"loss": result.loss, "tokens": float(result.tokens), **result.metrics}

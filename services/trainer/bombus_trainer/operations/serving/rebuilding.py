@@ -13,11 +13,11 @@ class NoneSurvived(EngineFault):
 
 
 class Rebuild:
-    """An attempt of one trainer to rebuild a model.
+    """One trainer's attempt to rebuild a model.
 
     The first trainer only announces that it begins, and later that it has survived. If it does not survive, later
-    trainers announce each operation before they re-execute it. So unrelated kills of trainers do not add up, and an
-    operation that several trainers did not survive is known by its number.
+    trainers announce each operation before they re-execute it. So unrelated kills of trainers do not add up, and the
+    announcements show the number of an operation that several trainers did not survive.
     """
 
     def __init__(self, model: ClientModel, trainer_epoch: int, executions_max: int, say: Say | None) -> None:
@@ -34,7 +34,7 @@ class Rebuild:
         """Return the operation that no trainer survives, or 0. A checkpoint saved after that operation can be loaded
         instead.
 
-        Raises `NoneSurvived` if that was tried too.
+        Raises `NoneSurvived` if trainers did not survive loading such a checkpoint either.
         """
         if self._is_rescue_deadly:
             raise self.none_survived()

@@ -1,4 +1,4 @@
-"""Recovery checkpoints: checkpoints of models from which only trainers continue, after one of them has ended (R17)."""
+"""Recovery checkpoints: checkpoints of models that only trainers use, to continue after a trainer has ended (R17)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -66,7 +66,8 @@ class RecoveryCheckpoints:
         return str(saved.path), saved.digest
 
     def load(self, executor: OperationBackend, model: str, checkpoint: ModelCheckpointed) -> None:
-        """Rebuild a model from its recovery checkpoint. Raises `EngineFault` if that is gone or was changed."""
+        """Rebuild a model from its recovery checkpoint. Raises `EngineFault` if the checkpoint is gone or was
+        changed."""
         path = Path(checkpoint.folder)
         try:
             executor.recover(model, path.name, checkpoint.digest)

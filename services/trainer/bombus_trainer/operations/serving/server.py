@@ -46,7 +46,7 @@ from bombus_trainer.recovery.reports import FailedAttempts, RunReports, check_lo
 
 log = logging.getLogger(__name__)
 
-LOAD_SHARE = 0.75  # share of the time allowed for booting, after which the run would end
+LOAD_SHARE = 0.75  # largest share of the time allowed for booting that a load may take
 FULL_SHARE = 0.5  # share of the bytes for bodies above which recovery checkpoints are due immediately
 SUSPENDED_CHARS_MAX = 500
 END = "end_model"
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class OperationServer:
-    """Serves one run, from the moment this trainer owns it until it ends."""
+    """Serves one run, from the moment this trainer owns it until the run ends."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class OperationServer:
         self._said: dict[str, str] = {}  # why each model waits, as last published by this trainer
         self._suspended: dict[str, float] = {}  # models that cannot be rebuilt now, and when to retry
         self._lived_through: set[str] = set()  # models that this trainer failed to rebuild, but survived trying to
-        self._has_tried = False  # whether it has tried to rebuild one of them since its last operation
+        self._has_tried = False  # whether this trainer has tried to rebuild a suspended model since its last operation
 
     async def run(self) -> NoReturn:
         """Serve until the run ends, which raises `RunOver`. Start over after a failure.
@@ -104,8 +104,8 @@ class OperationServer:
             self._let_go()
 
     async def _report_failure(self, error: Exception, attempts: int) -> None:
-        """Suspend the run after too many failed attempts in a row, unless a device or rank is lost: then a new process
-        continues."""
+        """Suspend the run after too many failed attempts in a row, unless a device or rank is lost, in which case a new
+        process continues."""
         is_lost = isinstance(error, (AcceleratorError, BackendLost))
         if not is_lost and attempts >= self._ownership.engine.collection.max_step_failures:
             await self._reports.suspend(reason_of(error))
@@ -178,8 +178,8 @@ class OperationServer:
     async def _make_models(self, models: ServedModels) -> None:
         """Rebuild all models. A model that cannot be rebuilt waits while the others continue.
 
-        If the recovery checkpoints of all models are missing, their folder is missing too, and one of the faults is
-        raised.
+        If the recovery checkpoints of all models are missing, their common folder is presumably missing too, and one of
+        the faults is raised.
         """
         self._suspended = {}
         faults: dict[str, Exception] = {}
@@ -198,7 +198,7 @@ class OperationServer:
             await self._say_whether_away(model, faults.get(model.name))
 
     async def _try_again(self, models: ServedModels, model: ClientModel) -> Exception | None:
-        """Rebuild a model, or return the error that prevents it now."""
+        """Rebuild a model, or return the error that currently prevents this."""
         rebuild = self._rebuild(model)
         fault = await models.try_again(model, rebuild)
         if fault is None:
@@ -428,7 +428,7 @@ class OperationServer:
     async def _say_begun(self, model: ClientModel, queued: Queued) -> None:
         """Announce on the log that an operation begins, if it may be the one that ended the previous trainer.
 
-        Only the first operation of each model can be that one, since later ones were still waiting for it.
+        Only the first operation of each model can be that one, since the model's later operations were still waiting.
         """
         if model.name in self._begun:
             return
@@ -465,7 +465,7 @@ class OperationServer:
             except Refused as refused:
                 log.info("a result of model %s was refused: %s", model.name, refused.why)
                 if refused.code is not Code.BODY_GONE:
-                    await ownership.pause(self._options.retry_s)  # until the log as read here says the run is over
+                    await ownership.pause(self._options.retry_s)  # until this trainer has read that the run is over
             else:
                 break
         reached(Point.OPERATION_SAID)

@@ -13,10 +13,10 @@ class Turns:
         self._taken: dict[str, int] = {}
 
     def take(self, models: Iterable[ClientModel]) -> tuple[ClientModel, Queued] | None:
-        """Return the next operation of the open `models`, with its model; None if no operation is waiting.
+        """Return the next operation of the open `models`, with its model, or None if no operation is waiting.
 
-        The model whose last turn was longest ago comes next. Models that have had no turn come before all others, the
-        one whose operation has waited longest first.
+        The model whose last turn was longest ago comes next. Models that have had no turn come before all others,
+        starting with the one whose operation has waited longest.
         """
         there = list(models)
         self._taken = {model.name: self._taken[model.name] for model in there if model.name in self._taken}

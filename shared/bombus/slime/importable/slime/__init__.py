@@ -1,1 +1,1 @@
-"""The names that slime's hook files import, where slime itself is not installed."""
+"""Stand-ins for the names that slime's hook files import, for use where slime itself is not installed."""

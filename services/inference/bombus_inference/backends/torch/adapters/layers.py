@@ -20,7 +20,8 @@ NO_ADAPTER_ROW, UNUSED_COLUMN = -1, -2
 
 
 class PassRows:
-    """Masks of the columns that do not belong to each row's own adapter; None if no row of this pass has an adapter."""
+    """Masks of the columns that do not belong to each row's own adapter, or None if no row of this pass has an
+    adapter."""
 
     def __init__(self) -> None:
         self.whole_TR: Tensor | None = None  # for all rows of the pass

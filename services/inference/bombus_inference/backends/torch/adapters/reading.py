@@ -18,8 +18,8 @@ RANK_MAX = 1024
 def read_loaded(address: str, folder: Path, settings: ComputeSettings) -> LoadedAdapter:
     """Return the adapter in `folder`, in the engine's type and on its device. Raises `Refused`.
 
-    `address` is the SHA-256 of its tensor file. If that file's metadata contains the configuration, it must equal the
-    configuration in the folder.
+    `address` is the SHA-256 of the adapter's tensor file. If that file's metadata contains the configuration, it must
+    equal the configuration in the folder.
     """
     check_address(address)
     file = folder / ADAPTER_FILE

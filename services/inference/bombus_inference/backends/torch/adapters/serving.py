@@ -35,7 +35,10 @@ class ServedAdapters:
         return self._own or self._base.is_apart
 
     def add(self, address: str, adapter: LoadedAdapter) -> list[str] | None:
-        """Load an adapter. Return the addresses dropped for it, or None if it was already loaded. Raises `Refused`."""
+        """Load an adapter. Return the addresses of the adapters dropped to make room, or None if it was already loaded.
+
+        Raises `Refused` if the adapter cannot be served.
+        """
         if self._adaptable is None:
             self._adaptable = adaptable_layers(self._model)
         check_fits(adapter.layers, self._adaptable)
