@@ -125,8 +125,8 @@ class Fetcher:
     async def _request_full_copy(self, weights: Weights, trainer_epoch: Callable[[], int], why: str) -> None:
         """Have the trainer write a full copy. Raises `EngineFault` if the trainer does not write one.
 
-        The request is repeated: a trainer answers only once it has finished writing, and a dead trainer may be
-        restarted.
+        The request is repeated because a trainer does not answer until it has finished writing, and because a trainer
+        that has died meanwhile may have been restarted.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FULL_COPY_S

@@ -181,7 +181,7 @@ class Bus:
         return bool(self._client.is_closed)
 
     async def close(self) -> None:
-        """Close immediately. Messages that still wait for an acknowledgement fail with `BusUnavailable`."""
+        """Close immediately. Messages still waiting for an acknowledgement fail with `BusUnavailable`."""
         self.publisher.close()
         await _close(self._client)
 

@@ -51,10 +51,10 @@ ROOM_BYTES = 64 << 10  # a disk with less free space counts as full
 
 
 class EpisodeFolder(msgspec.Struct, frozen=True):
-    """The folder of one episode. `workspace` has the same name as the original, because some agents show it to their
-    model.
+    """The folder of one episode. `workspace` is a copy, and has the name of the folder that it was copied from, because
+    some agents show that name to their model.
 
-    The agent may change anything in the folder, so bombus keeps its own files in another place.
+    The agent may change anything in the folder, so bombus keeps its own files elsewhere.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Where a new run begins: at the model as loaded, or at a checkpoint left by an earlier run of the same job."""
+"""What a new run starts from: the model as loaded, or a checkpoint left by an earlier run of the same job."""
 
 from typing import Any, NamedTuple
 

@@ -1,6 +1,6 @@
 """Estimates of a KL divergence at sampled tokens: plain functions of one-dimensional tensors.
 
-As a number, each estimates KL(policy || other) if the tokens are drawn from the policy. As loss terms, they differ in
+As a value, each estimates KL(policy || other) if the tokens are drawn from the policy. As loss terms, they differ in
 their gradients (Tang and Munos 2025, arXiv:2506.09477). The expected gradient of k1 is zero, so in a loss k1 adds only
 noise. The gradient of k2 and of k3_unbiased is the gradient of KL(policy || other). The gradient of k3 is the gradient
 of KL(other || policy), which agrees with the others while the two policies are close to each other.

@@ -183,10 +183,9 @@ def _at_least(bits: int, need: int) -> int:
 
 
 def _added(reached: int, own: int, stride: int, total: int) -> int:
-    """Return, as bits, the sum of every bit in `reached` and every bit in `own`.
+    """Return the set of all sums of one number from the set `reached` and one from the set `own`. Sets are bit masks.
 
-    The sums of groups mostly form runs in steps of their common divisor `stride`, so even many sums form only a few
-    runs.
+    The numbers mostly lie in runs spaced by their common divisor `stride`, so even a large set has only a few runs.
     """
     if reached == 1:
         return own

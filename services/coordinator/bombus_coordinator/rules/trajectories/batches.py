@@ -307,7 +307,7 @@ def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
 
 
 def _lowered(hive: Hive, live: Live, end: int) -> Decisions:
-    """Lower the released bound to the new end of a stream that went back, since the sequences after it are reused."""
+    """Lower the released bound to the new end of a stream that has lost its end: later sequences will be reused."""
     own = tuple(ev.HolderFloor(*each, end) for each, floor in hive.released_of_holders().items() if floor > end)
     below = min(hive.trajectories_released, end)
     if below < hive.trajectories_released or own:

@@ -260,7 +260,7 @@ def _message(model: ClientModel, found: Sequence[EndpointOutcome], are_registere
 
 
 def _stamp(now_s: float) -> str:
-    """Return a time, to the millisecond, in a form that fits into names."""
+    """Return a time, to the millisecond, in a form that can be part of a name."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_s))}-{int(now_s * 1000) % 1000:03d}"
 
 
