@@ -293,13 +293,13 @@ def test_a_mismatch_is_found_where_it_is(figures: dict[str, float], tokens: str)
     assert [tokens in each.figure for each in found if each.kind == FaultKind.SAMPLER_MISMATCH] == [True] * bool(tokens)
 
 
-@pytest.mark.parametrize(("gain", "is_found"), [(0.02, False), (0.0, True)])
-def test_an_entropy_that_falls_as_before_is_a_collapse_once_the_reward_has_stopped_rising(
-    gain: float, is_found: bool
+@pytest.mark.parametrize(("start", "gain", "is_found"), [(0.1, 0.02, False), (0.1, 0.0, True), (0.5, 0.0, False)])
+def test_an_entropy_that_falls_as_before_is_a_collapse_once_the_reward_has_stopped_rising_early(
+    start: float, gain: float, is_found: bool
 ) -> None:
     steps = run_of({})
     for at, each in enumerate(steps):
         learned = 0.02 * min(at, STEPS - FAULTY - 1) + gain * max(0, at - STEPS + FAULTY + 1)
-        each.rewards = each.successes = spread(0.1 + learned + 0.002 * (-1) ** at)
+        each.rewards = each.successes = spread(start + learned + 0.002 * (-1) ** at)
         each.trainer["entropy"] = 3.0 * 0.88**at
     assert (FaultKind.ENTROPY_COLLAPSE in kinds_of(steps)) == is_found

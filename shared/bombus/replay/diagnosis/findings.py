@@ -14,6 +14,7 @@ BEFORE = 20  # steps before the window, with which the window is compared
 BEFORE_MIN = 8  # with fewer steps, rules about changes find nothing
 
 NEAR_BEST = 0.9  # fraction of the way from the lowest to the highest reward
+MUCH_LEFT = 0.8  # the same: a reward that no longer rises below it has stopped early, above it learning slows down
 
 Value = Callable[[StepFigures], float | None]
 
@@ -104,11 +105,11 @@ class Seen(msgspec.Struct, frozen=True):
 
     @property
     def stalls(self) -> bool:
-        """Return whether the reward no longer rises as it did before, although it is not near the best or falling."""
+        """Return whether the reward has stopped rising although much is left to gain. A falling reward does not."""
         before, recent = self.both(reward_of)
         least, most = reward_bounds(self.rows)
         flat = surprise(before, recent) < -VISIBLE < change(before[-WINDOW:], recent)
-        return flat and mean(recent) <= least + NEAR_BEST * (most - least)
+        return flat and mean(recent) <= least + MUCH_LEFT * (most - least)
 
     def both(self, of: Value) -> tuple[list[float], list[float]]:
         """Return a figure's values in the earlier steps and in the recent steps, leaving out steps without the
