@@ -116,10 +116,6 @@ ALONE = ShareRule(FaultKind.GROUPS_OF_ONE, lambda row: (row.groups_of_one, row.g
     "{hits} of {count} groups have only one episode, which cannot be compared with another",
     "end all episodes of a task with the same task id, and claim num_repeat of them; or set trainer.adv_estimator to "
     "reinforce_plus_plus")  # fmt: skip
-DUPLICATES = ShareRule(FaultKind.DUPLICATE_ANSWERS, lambda row: (0, 0), 0.6,
-    "{share:.0%} of {count} answers that could be better are equal to another one of their group",
-    "sample with temperature 1 and no fixed seed; if the entropy is low, set trainer.clip_high to 0.28",
-    count_min=20)  # fmt: skip
 TOO_EASY = ShareRule(FaultKind.TOO_EASY, _silent, SILENT,
     "in {hits} of {count} groups all episodes have the same reward",
     "end the run if the tasks are learned; otherwise use harder ones, or set collection.method to "
@@ -149,7 +145,12 @@ def duplicate_answers(seen: Seen) -> RunFinding | None:
 
     worse = sum(of(row)[1] for row in seen.recent)
     is_much = worse >= WORTH * sum(row.answers.count for row in seen.recent)
-    return msgspec.structs.replace(DUPLICATES, of=of)(seen) if is_much else None
+    if not is_much:
+        return None
+    return ShareRule(FaultKind.DUPLICATE_ANSWERS, of, 0.6,
+        "{share:.0%} of {count} answers that could be better are equal to another one of their group",
+        "sample with temperature 1 and no fixed seed; if the entropy is low, set trainer.clip_high to 0.28",
+        count_min=20)(seen)  # fmt: skip
 
 
 def no_signal(seen: Seen) -> RunFinding | None:
