@@ -133,12 +133,12 @@ async def test_a_message_submitted_once_fails_as_soon_as_the_connection_breaks(
 ) -> None:
     server, bus = crashing
     await freeze(server)
-    future = await bus.publisher.submit_once(bus.subjects.inbox("x"), b"", msg_id="1", timeout_s=30)
+    future = await bus.publisher.submit(bus.subjects.inbox("x"), b"", msg_id="1", timeout_s=30, repeat=False)
     kill(server)
     with pytest.raises(AckLost):
         await asyncio.wait_for(future, 20)
     with pytest.raises(BusUnavailable):
-        await (await bus.publisher.submit_once(bus.subjects.inbox("x"), b"", msg_id="1"))
+        await (await bus.publisher.submit(bus.subjects.inbox("x"), b"", msg_id="1", repeat=False))
 
 
 async def test_a_cancelled_message_gives_its_room_back(bus: Bus) -> None:

@@ -80,7 +80,9 @@ async def stored(bus: Bus, count: int) -> None:
 
 async def stored_and_delivered(bus: Bus, new: Outgoing) -> None:
     """Store an event, and return when those who follow the log over this connection have read it."""
-    await (await bus.publisher.submit_once(new.subject, new.body, msg_id=new.msg_id, headers=new.headers))
+    headers = new.headers
+    ack = bus.publisher.submit(new.subject, new.body, msg_id=new.msg_id, headers=headers, repeat=False, synced=False)
+    await (await ack)
     async with Reader(bus, bus.subjects.events_stream) as reader:
         async with asyncio.timeout(PATIENCE_S):
             while (await reader.read())[-1].data != new.body:

@@ -90,12 +90,13 @@ class Lease:
 
     async def _write(self, expected: int) -> bool:
         requested_at = asyncio.get_running_loop().time()
-        ack = await self._bus.publisher.publish_unsynced(
+        ack = await self._bus.publisher.publish(
             self._subject,
             self.holder.encode(),
             msg_id=secrets.token_hex(8),
             headers={EXPECTED_LAST_OF_SUBJECT: str(expected), TTL: f"{LEASE_S:g}s"},
             timeout_s=REQUEST_S,
+            synced=False,
         )
         self._seq = ack.seq
         self._until = requested_at + LEASE_S

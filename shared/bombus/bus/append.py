@@ -212,8 +212,14 @@ async def _send(bus: Bus, write: AtomicWrite, fence: Mapping[str, str]) -> async
             await bus.publisher.send_without_ack(each.subject, each.body, {**headers, **fence})
             fence = {}
         headers = {**event.headers, BATCH_ID: batch, BATCH_SEQUENCE: str(len(write)), BATCH_COMMIT: "1"}
-    return await bus.publisher.submit_once(
-        event.subject, event.body, msg_id=log_id(bus, event), headers=headers, timeout_s=ACK_WAIT_S
+    return await bus.publisher.submit(
+        event.subject,
+        event.body,
+        msg_id=log_id(bus, event),
+        headers=headers,
+        timeout_s=ACK_WAIT_S,
+        repeat=False,
+        synced=False,
     )
 
 

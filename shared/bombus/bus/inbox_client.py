@@ -113,7 +113,9 @@ class InboxClient:
             # Do not use the command's own id: the stream would drop a second attempt as a duplicate, and it would get
             # no answer.
             msg_id = f"{message.id}@{headers[REPLY]}.{attempt}"
-            await self._publisher.publish_unsynced(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s)
+            await self._publisher.publish(
+                subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s, synced=False
+            )
             attempt += 1
             try:
                 async with asyncio.timeout(RETRY_S):

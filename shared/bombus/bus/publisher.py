@@ -35,18 +35,6 @@ _OVERHEAD_BYTES = 256
 _NO_RESPONDER = "no stream accepts this subject, or its stream has no leader now"
 
 
-class _Care(msgspec.Struct, frozen=True, gc=False):
-    """Whether a message is resent, and whether, with `--durability power`, its acknowledgement waits for a sync."""
-
-    repeat: bool
-    durable: bool
-
-
-_DURABLE = _Care(repeat=True, durable=True)
-_UNSYNCED = _Care(repeat=True, durable=False)
-_ONCE = _Care(repeat=False, durable=False)
-
-
 class _Entry(msgspec.Struct, eq=False):
     """A message that waits for its acknowledgement. `failure` is why the last attempt was not acknowledged, if
     known."""
@@ -60,7 +48,8 @@ class _Entry(msgspec.Struct, eq=False):
     sent_at: float
     begun_at: float
     timeout_s: float
-    care: _Care
+    repeat: bool
+    synced: bool
     failure: BombusError | None = None
 
     @property
@@ -98,7 +87,7 @@ class Publisher:
     async def open(self) -> None:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_ack)
 
-    async def publish(
+    async def publish(  # noqa: PLR0913 - the options of a message
         self,
         subject: str,
         body: bytes,
@@ -106,18 +95,20 @@ class Publisher:
         msg_id: str,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
+        synced: bool = True,
     ) -> PubAck:
         """Store one message and return its position. It is resent under `msg_id` until it is acknowledged.
 
-        With `--durability power`, it is on the disk when this returns.
+        With `--durability power`, it is on the disk when this returns, unless `synced` is false.
 
         Raises `BusUnavailable` if there is no acknowledgement within `timeout_s` or the stream is full, `WrongSequence`
         if the stream is not at the sequence that `headers` expect, and `Refused` if the message is over the server's
         size limit.
         """
-        return await (await self.submit(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s))
+        stored = self.submit(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s, synced=synced)
+        return await (await stored)
 
-    async def publish_unsynced(
+    async def submit(  # noqa: PLR0913 - the options of a message
         self,
         subject: str,
         body: bytes,
@@ -125,45 +116,16 @@ class Publisher:
         msg_id: str,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
-    ) -> PubAck:
-        """Store one message as `publish` does, for messages that need not survive a power cut."""
-        headers = {MSG_ID: msg_id, **(headers or {})}
-        return await (await self._submit(subject, body, headers, timeout_s, _UNSYNCED))
-
-    async def submit(
-        self,
-        subject: str,
-        body: bytes,
-        *,
-        msg_id: str,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 10.0,
+        repeat: bool = True,
+        synced: bool = True,
     ) -> asyncio.Future[PubAck]:
         """Send as `publish` does, but return a future for the acknowledgement, so that many can be in flight at the
         same time.
 
-        Messages that one task submits are sent in order. This waits only for room in the window.
+        Messages that one task submits are sent in order. This waits only for room in the window. Without `repeat` a
+        message is sent only once: the future fails with `AckLost` as soon as the connection breaks.
         """
-        return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, _DURABLE)
-
-    async def submit_once(
-        self,
-        subject: str,
-        body: bytes,
-        *,
-        msg_id: str,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 10.0,
-    ) -> asyncio.Future[PubAck]:
-        """Send as `submit` does, but only once: the future fails with `AckLost` as soon as the connection breaks.
-
-        The acknowledgement does not wait for a sync of the disk.
-        """
-        return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, _ONCE)
-
-    async def _submit(
-        self, subject: str, body: bytes, headers: dict[str, str], timeout_s: float, care: _Care
-    ) -> asyncio.Future[PubAck]:
+        headers = {MSG_ID: msg_id, **(headers or {})}
         check_size(self._client.max_payload, subject, body, headers)
         size = len(body) + _OVERHEAD_BYTES
         if not self._window.try_acquire(size):
@@ -182,13 +144,14 @@ class Publisher:
             sent_at=now,
             begun_at=now,
             timeout_s=timeout_s,
-            care=care,
+            repeat=repeat,
+            synced=synced,
         )
         if self._timer is None:
             self._timer = self._loop.call_later(SWEEP_S, self._sweep)
         if self._client.is_connected:
             await self._send(token, entry)
-        elif not care.repeat or self._closed:
+        elif not repeat or self._closed:
             self._finish(token, entry, BusUnavailable(f"{subject}: the bus is not connected"))
         return entry.future
 
@@ -219,7 +182,7 @@ class Publisher:
 
     def connection_lost(self) -> None:
         for token, entry in list(self._waiting.items()):
-            if not entry.care.repeat:
+            if not entry.repeat:
                 self._finish(token, entry, AckLost(f"{entry.subject}: the connection broke"))
 
     def connection_back(self) -> None:
@@ -250,12 +213,12 @@ class Publisher:
         if entry is None:
             return  # we have given up on the message, or a resend was acknowledged too
         result = ack_of(message.data, entry.subject) if message.data else NotNow(f"{entry.subject}: {_NO_RESPONDER}")
-        if isinstance(result, AckLost) and entry.care.repeat:
+        if isinstance(result, AckLost) and entry.repeat:
             entry.failure = result  # an earlier attempt may still be acknowledged
-        elif isinstance(result, NotNow) and entry.care.repeat:
+        elif isinstance(result, NotNow) and entry.repeat:
             entry.failure = result
             entry.sent_at = self._loop.time() - self._repeat_after_s  # the next sweep resends the message
-        elif entry.care.durable and isinstance(result, PubAck) and self.syncing is not None and self.syncing.needed:
+        elif entry.synced and isinstance(result, PubAck) and self.syncing is not None and self.syncing.needed:
             entry.sent_at = math.inf  # resent only if the connection breaks
             self.syncing.after(partial(self._synced, token, entry, result))
         else:
@@ -287,7 +250,7 @@ class Publisher:
                 self._finish(token, entry, BusUnavailable("cancelled"))
             elif entry.begun_at + entry.timeout_s <= now:
                 self._finish(token, entry, entry.late)
-            elif entry.care.repeat and now - entry.sent_at >= self._repeat_after_s:
+            elif entry.repeat and now - entry.sent_at >= self._repeat_after_s:
                 late.append((token, entry))
         if late and self._client.is_connected:
             self._resend(late)

@@ -248,7 +248,10 @@ class _StreamWriter:
 
     async def _send(self, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
         fenced = {**headers, EXPECTED_LAST: str(self._next - 1)}
-        self._sent.append(await self._bus.publisher.submit_once(subject, body, msg_id=headers[MSG_ID], headers=fenced))
+        publisher, msg_id = self._bus.publisher, headers[MSG_ID]
+        self._sent.append(
+            await publisher.submit(subject, body, msg_id=msg_id, headers=fenced, repeat=False, synced=False)
+        )
         self._progress(self._next)
         self._next += 1
         if len(self._sent) > IN_FLIGHT_MAX:
