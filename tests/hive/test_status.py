@@ -83,9 +83,7 @@ def test_how_long_the_sequences_of_a_replica_may_be_is_shown_where_it_says_so() 
     assert text.count("sequences of up to") == 1
 
 
-def test_how_far_a_replica_is_from_its_trainer_is_shown_with_the_largest_difference_or_that_it_was_not_compared() -> (
-    None
-):
+def test_how_far_a_replica_is_from_its_trainer_is_shown_or_that_it_was_not_compared() -> None:
     story = rolling(1)
     assert "canary" not in render_status(hive_of(story)), "this trainer computes none"
     canary = ev.Canary(logprobs=(-1.0,), dtype="float32")
@@ -96,14 +94,11 @@ def test_how_far_a_replica_is_from_its_trainer_is_shown_with_the_largest_differe
         story.tell(ev.WeightsLoaded(**story.at, run=story.run, version=version, replica="replica-b", canary=check))
     story.tell(ev.WeightsLoaded(**story.at, run=story.run, version=3, replica="replica-a"))
     text = render_status(hive_of(story))
-    shown = "2.0e-06 nats from the trainer in float64, at most 3.0e-05 (version 2); rounding explains 1.0e-04"
+    shown = "2.0e-06 nats from the trainer in float64; rounding explains 1.0e-04"
     assert f"    canary: {shown}\n" in text
     assert text.count("    canary: not checked\n") == 1
     by_name = {each.replica: each for each in engine_status(hive_of(story).engine(ENGINE), story.now_ns).replicas}
     assert (by_name["replica-b"].canary, by_name["replica-a"].unchecked) == (check, True)
-    story.tell(ev.WeightsLoaded(**story.at, run=story.run + 1, version=0, replica="replica-b", canary=check))
-    (replica,) = [each for name, each in hive_of(story).engine(ENGINE).replicas.items() if name == "replica-b"]
-    assert (replica.canary_worst, replica.canary_worst_version) == (check, 0), "the largest is that of a run"
 
 
 def test_an_engine_that_never_ran_has_been_offline_for_a_time_that_nobody_knows() -> None:

@@ -141,8 +141,6 @@ class Replica(msgspec.Struct, kw_only=True):
     constrains: bool = False  # whether it supports structured output
     quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and why the run does not wait for it
     canary: ev.CanaryCheck | None = None  # the check of the version that it serves
-    canary_worst: ev.CanaryCheck | None = None  # the check with the largest difference in this run
-    canary_worst_version: int = -1
 
 
 class RewardStats(msgspec.Struct):

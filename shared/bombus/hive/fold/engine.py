@@ -233,20 +233,11 @@ def _weights_ready(engine: EngineState, event: ev.WeightsReady) -> None:
 def _weights_loaded(engine: EngineState, event: ev.WeightsLoaded) -> None:
     replica = engine.replicas.get(event.replica)
     if replica is not None:
-        _note_canary(replica, event)
         replica.run, replica.version = event.run, event.version
         replica.sequence_tokens, replica.constrains = event.sequence_tokens, event.constrains
-        replica.quarantined = None
+        replica.canary, replica.quarantined = event.canary, None
     if event.run == engine.run and event.version == engine.version:
         engine.loaded.add(event.replica)
-
-
-def _note_canary(replica: Replica, event: ev.WeightsLoaded) -> None:
-    check = replica.canary = event.canary
-    if event.run != replica.run:
-        replica.canary_worst, replica.canary_worst_version = None, -1
-    if check is not None and (replica.canary_worst is None or check.difference > replica.canary_worst.difference):
-        replica.canary_worst, replica.canary_worst_version = check, event.version
 
 
 @HANDLERS.on(ev.ReplicaJoined)

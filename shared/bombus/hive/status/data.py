@@ -118,8 +118,6 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
             constrains=replica.constrains,
             quarantined=_quarantine(replica),
             canary=replica.canary,
-            canary_worst=replica.canary_worst,
-            canary_worst_version=replica.canary_worst_version,
             unchecked=has_canary and name in engine.loaded and replica.canary is None,
         )
         for name, replica in sorted(engine.replicas.items())

@@ -60,8 +60,6 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     constrains: bool = False  # whether it supports structured output
     quarantined: str = ""  # why it gets no calls, and why the run does not wait for it
     canary: CanaryCheck | None = None  # the check of the version that it serves
-    canary_worst: CanaryCheck | None = None  # the check with the largest difference in this run
-    canary_worst_version: int = -1
     unchecked: bool = False  # the trainer says what the version must compute, but the replica was not compared with it
 
 

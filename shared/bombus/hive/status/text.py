@@ -174,11 +174,10 @@ def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
 
 def canary_text(replica: ReplicaStatus) -> str:
     """Return how far a replica's logprobs are from the trainer's, or "" if there is nothing to say."""
-    check, worst = replica.canary, replica.canary_worst
-    if check is None or worst is None:
+    check = replica.canary
+    if check is None:
         return "not checked" if replica.unchecked else ""
-    largest = "" if worst == check else f", at most {worst.difference:.1e} (version {replica.canary_worst_version})"
-    found = f"{check.difference:.1e} nats from the trainer {one_line(check.way)}{largest}"
+    found = f"{check.difference:.1e} nats from the trainer {one_line(check.way)}"
     return f"{found}; rounding explains {check.limit:.1e}"
 
 
