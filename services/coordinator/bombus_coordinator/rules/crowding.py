@@ -62,9 +62,7 @@ def _groups_given_up(hive: Hive, live: Live) -> tuple[Event, ...]:
         for engine in filter(_is_stuck, hive.engines.values()):
             oldest = tuple(_oldest_groups(engine, holder, queued.total() - int(SHARED * size)))
             if oldest:
-                given_up = GroupsGivenUp(
-                    at_ns=live.now_ns, engine=engine.name, run=engine.run, number=0, groups=oldest, why=WHY_GIVEN_UP
-                )
+                given_up = GroupsGivenUp(**live.at(engine), number=0, groups=oldest, why=WHY_GIVEN_UP)
                 return (given_up,)
     return ()
 

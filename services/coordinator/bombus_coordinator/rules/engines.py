@@ -42,9 +42,7 @@ def recorded(engine: EngineState, command: str) -> Done | Refusal | None:
 def answered(engine: EngineState, live: Live, message: Message, error: Refused | None = None) -> ev.CommandAnswered:
     """Return the event that records a control command that changes nothing."""
     return ev.CommandAnswered(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
+        **live.at(engine),
         command=message.id,
         code=None if error is None else error.code,
         why="" if error is None else error.why,
@@ -150,7 +148,7 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
     if engine.phase == Phase.OFFLINE:
         yield Decision(events=(answered(engine, live, message),), replies=reply)
         return
-    stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)
+    stopped = ev.EngineStopped(**live.at(engine), command=message.id)
     yield Decision(events=close_all(engine, live, stopped), replies=reply)
 
 
@@ -163,7 +161,7 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
     if not engine.suspended and not engine.clients.given_up(limit):
         yield Decision(events=(answered(engine, live, message),), replies=reply)
         return
-    resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)
+    resumed = ev.EngineResumed(**live.at(engine), command=message.id)
     yield Decision(events=(resumed,), replies=reply)
 
 
@@ -175,13 +173,7 @@ def suspend(
     If the run already waits for its operator, it keeps waiting. If it waits for a replica, it waits for its operator
     from now on, unless this suspension is `until_served` too.
     """
-    suspended = ev.EngineSuspended(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        reason=reason[:REASON_CHARS_MAX],
-        until_served=until_served,
-    )
+    suspended = ev.EngineSuspended(**live.at(engine), reason=reason[:REASON_CHARS_MAX], until_served=until_served)
     waits = engine.suspended if until_served else engine.waits_for_operator
     events = before if waits else (*before, suspended)
     if events:
@@ -189,7 +181,7 @@ def suspend(
 
 
 def fail(engine: EngineState, live: Live, reason: str) -> Decisions:
-    failed = ev.EngineFailed(at_ns=live.now_ns, engine=engine.name, run=engine.run, reason=reason[:REASON_CHARS_MAX])
+    failed = ev.EngineFailed(**live.at(engine), reason=reason[:REASON_CHARS_MAX])
     yield Decision(events=close_all(engine, live, failed))
 
 
@@ -203,17 +195,7 @@ def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:
 
 def model_read(engine: EngineState, live: Live, message: ModelReadFact) -> Decisions:
     if engine.lacks_format(message.run, message.format):
-        yield Decision(
-            events=(
-                ev.ModelRead(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    run=engine.run,
-                    gateway=message.gateway,
-                    format=message.format,
-                ),
-            )
-        )
+        yield Decision(events=(ev.ModelRead(**live.at(engine), gateway=message.gateway, format=message.format),))
 
 
 def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
@@ -230,5 +212,5 @@ def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
             Code.NOT_ACTIVE,
             f"Only an active client can agree, one that ended an episode with a reward in the last {ACTIVE_S:.0f} s.",
         )
-    event = ev.SyncAgreed(at_ns=live.now_ns, engine=engine.name, run=engine.run, client=message.client)
+    event = ev.SyncAgreed(**live.at(engine), client=message.client)
     yield Decision(events=(event,), replies=reply)

@@ -245,15 +245,7 @@ def aborted(  # noqa: PLR0913 - the parts of an event
     """Return the events that abort episodes. A very large number of episodes is split over several events, so that each
     event fits into a message."""
     return tuple(
-        ev.EpisodeAborted(
-            at_ns=live.now_ns,
-            engine=engine.name,
-            run=engine.run,
-            episodes=some,
-            reason=reason,
-            detail=detail,
-            failure=failure,
-        )
+        ev.EpisodeAborted(**live.at(engine), episodes=some, reason=reason, detail=detail, failure=failure)
         for some in portions(episodes, NAMES_PER_EVENT)
     )
 
@@ -287,7 +279,7 @@ def take(engine: EngineState, live: Live, message: Take) -> Decisions:
         raise Refused(Code.NOT_YOUR_EPISODE, "An episode can be taken only by the client that claimed it.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     ids = tuple(each.episode for each in ended)
-    taken = ev.EpisodesTaken(at_ns=live.now_ns, engine=engine.name, run=engine.run, client=message.client, episodes=ids)
+    taken = ev.EpisodesTaken(**live.at(engine), client=message.client, episodes=ids)
     yield Decision(events=(taken,) if ids else (), replies=reply)
 
 

@@ -5,6 +5,7 @@ that wait for a claim send it again (R13).
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TypedDict
 
 import msgspec
 
@@ -41,6 +42,14 @@ class Heard(msgspec.Struct, frozen=True):
     doing: str
 
 
+class EventHead(TypedDict):
+    """The fields that all events of a run have."""
+
+    at_ns: int
+    engine: str
+    run: int
+
+
 class Live(msgspec.Struct, kw_only=True):
     """The part of a leader's state that is not on the log.
 
@@ -75,6 +84,10 @@ class Live(msgspec.Struct, kw_only=True):
     gateways_since_ns: int = 0  # start of the present period of hearing from gateways
     answers: dict[str, Answer] = {}  # recent answers, by command
     granted: dict[str, None] = {}  # granted claims, kept after their episodes have ended; oldest first
+
+    def at(self, engine: EngineState) -> EventHead:
+        """Return the fields of an event that happens now, in the engine's current run."""
+        return {"at_ns": self.now_ns, "engine": engine.name, "run": engine.run}
 
     def refusing_of(self, engine: EngineState) -> str:
         """Return why an engine refuses new work, or "" while it accepts work (see `Hive.refusing_of`)."""

@@ -17,32 +17,12 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
     live.replica_seen[engine.name, message.replica] = live.now_ns
     joined = engine.replicas.get(message.replica)
     if joined is None or joined.url != message.url or _has_lost(engine, joined, message):
-        yield Decision(
-            events=(
-                ev.ReplicaJoined(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    replica=message.replica,
-                    url=message.url,
-                    capacity=message.capacity,
-                ),
-            )
+        event = ev.ReplicaJoined(
+            at_ns=live.now_ns, engine=engine.name, replica=message.replica, url=message.url, capacity=message.capacity
         )
+        yield Decision(events=(event,))
     if message.version >= 0:
-        yield from weights_loaded(
-            engine,
-            live,
-            WeightsLoadedFact(
-                id=message.id,
-                engine=message.engine,
-                run=message.run,
-                version=message.version,
-                replica=message.replica,
-                sequence_tokens=message.sequence_tokens,
-                constrains=message.constrains,
-                canary=message.canary,
-            ),
-        )
+        yield from weights_loaded(engine, live, message)
 
 
 def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> bool:
@@ -59,7 +39,7 @@ def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> b
     return message.replica in engine.loaded or (is_older and replica.quarantined is None)
 
 
-def _is_new(engine: EngineState, message: WeightsLoadedFact) -> bool:
+def _is_new(engine: EngineState, message: WeightsLoadedFact | ReplicaAlive) -> bool:
     """Return whether a replica now serves the newest weights or, in an asynchronous run, newer weights than before."""
     replica = engine.replicas.get(message.replica)
     if replica is None or message.run != engine.run or _answers_wrongly(replica, message.version):
@@ -76,22 +56,17 @@ def _answers_wrongly(replica: Replica, version: int) -> bool:
     return found is not None and found.answers and found.version >= version
 
 
-def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) -> Decisions:
+def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact | ReplicaAlive) -> Decisions:
     if _is_new(engine, message):
-        yield Decision(
-            events=(
-                ev.WeightsLoaded(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    run=engine.run,
-                    version=message.version,
-                    replica=message.replica,
-                    sequence_tokens=message.sequence_tokens,
-                    constrains=message.constrains,
-                    canary=message.canary,
-                ),
-            )
+        loaded = ev.WeightsLoaded(
+            **live.at(engine),
+            version=message.version,
+            replica=message.replica,
+            sequence_tokens=message.sequence_tokens,
+            constrains=message.constrains,
+            canary=message.canary,
         )
+        yield Decision(events=(loaded,))
 
 
 def _leave(engine: EngineState, live: Live, replica: str, reason: str) -> Decision:
@@ -134,7 +109,7 @@ def look_after(engine: EngineState, live: Live) -> Decisions:
         return
     if engine.suspended:
         if engine.until_served and engine.loaded:
-            resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run)
+            resumed = ev.EngineResumed(**live.at(engine))
             yield Decision(events=(resumed,))
         return
     if len(engine.loaded) >= len(engine.replicas):  # the usual case; this runs for every message
@@ -153,13 +128,7 @@ def _quarantine(engine: EngineState, live: Live, name: str, reason: str, answers
     if before is not None and (before.version, before.reason) == (engine.version, reason):
         return
     quarantined = ev.ReplicaQuarantined(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        version=engine.version,
-        replica=name,
-        reason=reason,
-        answers=answers,
+        **live.at(engine), version=engine.version, replica=name, reason=reason, answers=answers
     )
     yield Decision(events=(quarantined,))
 

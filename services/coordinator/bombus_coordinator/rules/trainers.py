@@ -84,9 +84,7 @@ def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: 
     is_runs = engine.owes_weights and not engine.waits_for_operator
     failures = engine.step_failures + (is_runs and not engine.clients.is_at_work(engine.trainer_epoch))
     stalled = ev.TrainerStalled(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
+        **live.at(engine),
         trainer=engine.trainer,
         trainer_epoch=engine.trainer_epoch,
         doing=doing,
@@ -114,9 +112,7 @@ def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Dec
         raise wrong_phase(f"train run {message.run}", engine.phase, f"The engine's run is {engine.run}.")
     epoch = engine.trainer_epoch + 1
     event = ev.TrainerOpened(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
+        **live.at(engine),
         trainer=message.trainer,
         trainer_epoch=epoch,
         command=message.id,
@@ -139,11 +135,7 @@ def _why_lost(engine: EngineState) -> str:
 
 def stage_reached(engine: EngineState, live: Live, message: StageReached) -> Decisions:
     if message.run == engine.run and engine.phase == Phase.BOOTING and message.stage != engine.stage:
-        yield Decision(
-            events=(
-                ev.EngineProgressed(at_ns=live.now_ns, engine=engine.name, run=engine.run, stage=message.stage[:200]),
-            )
-        )
+        yield Decision(events=(ev.EngineProgressed(**live.at(engine), stage=message.stage[:200]),))
 
 
 def _is_current_step(engine: EngineState, message: StepDone | StepBroke) -> bool:
@@ -159,21 +151,16 @@ def _is_current_step(engine: EngineState, message: StepDone | StepBroke) -> bool
 
 def step_done(engine: EngineState, live: Live, message: StepDone) -> Decisions:
     if _is_current_step(engine, message):
-        yield Decision(
-            events=(
-                ev.StepCompleted(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    run=engine.run,
-                    step=message.step,
-                    trainer_epoch=message.trainer_epoch,
-                    checkpoint=message.checkpoint,
-                    checkpoint_digest=message.checkpoint_digest,
-                    metrics=message.metrics,
-                    tokens=message.tokens,
-                ),
-            )
+        completed = ev.StepCompleted(
+            **live.at(engine),
+            step=message.step,
+            trainer_epoch=message.trainer_epoch,
+            checkpoint=message.checkpoint,
+            checkpoint_digest=message.checkpoint_digest,
+            metrics=message.metrics,
+            tokens=message.tokens,
         )
+        yield Decision(events=(completed,))
 
 
 def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions:
@@ -181,9 +168,7 @@ def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions
         return
     failures = engine.step_failures + (not message.waits)
     failed = ev.StepFailed(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
+        **live.at(engine),
         step=message.step,
         trainer_epoch=message.trainer_epoch,
         reason=message.reason[:REASON_CHARS_MAX],
@@ -214,15 +199,5 @@ def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Dec
     stepped = engine.step_done is not None and engine.step_done.step == message.step
     if engine.phase == Phase.OFFLINE or not (first or stepped) or message.step <= engine.version:
         return
-    yield Decision(
-        events=(
-            ev.WeightsReady(
-                at_ns=live.now_ns,
-                engine=engine.name,
-                run=engine.run,
-                version=message.step,
-                weights=message.weights,
-                canary=message.canary,
-            ),
-        )
-    )
+    ready = ev.WeightsReady(**live.at(engine), version=message.step, weights=message.weights, canary=message.canary)
+    yield Decision(events=(ready,))

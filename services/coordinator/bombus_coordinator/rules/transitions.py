@@ -27,7 +27,7 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
             return
     elif all_loaded(engine):
         if engine.stage != BOOTED:
-            yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+            yield Decision(events=(ev.EngineBooted(**live.at(engine)),))
         yield _roll(engine, live)
         return
     limit_s = engine.collection.boot_s
@@ -43,7 +43,7 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
     elif engine.collection.max_staleness > 0:
         yield from _rolling_asynchronously(engine, live)
     elif enough(engine, live.now_ns):
-        yield Decision(events=(ev.RollingClosed(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+        yield Decision(events=(ev.RollingClosed(**live.at(engine)),))
     else:
         yield from _clear_overflow(engine, live)
 
@@ -84,18 +84,10 @@ def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
     """Clear a pool that exceeds its limit, as a safety valve."""
     rules = engine.collection
     if len(engine.pool) > rules.max_pool_episodes or engine.pool_bytes > rules.max_pool_bytes:
-        yield Decision(
-            events=(
-                ev.PoolCleared(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    run=engine.run,
-                    reason=DropReason.OVERFLOW,
-                    episodes=len(engine.pool),
-                    bytes=engine.pool_bytes,
-                ),
-            )
+        cleared = ev.PoolCleared(
+            **live.at(engine), reason=DropReason.OVERFLOW, episodes=len(engine.pool), bytes=engine.pool_bytes
         )
+        yield Decision(events=(cleared,))
 
 
 def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
@@ -146,9 +138,7 @@ def dropped(
     event fits into a message."""
     return tuple(
         ev.GroupDropped(
-            at_ns=live.now_ns,
-            engine=engine.name,
-            run=engine.run,
+            **live.at(engine),
             reason=reason,
             tasks=tuple(dict.fromkeys(engine.pool[episode].task for episode in some)),
             episodes=some,
@@ -164,7 +154,7 @@ def _draining(engine: EngineState, live: Live) -> Decisions:
             yield Decision(events=aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED))
         return
     if engine.batch is not None:
-        yield Decision(events=(ev.SyncingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+        yield Decision(events=(ev.SyncingStarted(**live.at(engine)),))
         return
     yield from _seal(engine, live)
 
@@ -175,24 +165,14 @@ def _seal(engine: EngineState, live: Live) -> Decisions:
         silent = [completed.episode for completed in selection.no_signal]
         yield Decision(events=dropped(engine, live, DropReason.NO_SIGNAL, silent))
     assert engine.active is not None
-    yield Decision(
-        events=(
-            ev.BatchReady(
-                at_ns=live.now_ns,
-                engine=engine.name,
-                run=engine.run,
-                step=engine.step + 1,
-                groups=selection.groups,
-                config_digest=engine.active.config_digest,
-            ),
-        )
+    ready = ev.BatchReady(
+        **live.at(engine), step=engine.step + 1, groups=selection.groups, config_digest=engine.active.config_digest
     )
+    yield Decision(events=(ready,))
 
 
 def _roll(engine: EngineState, live: Live) -> Decision:
-    return Decision(
-        events=(ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version),)
-    )
+    return Decision(events=(ev.RollingStarted(**live.at(engine), version=engine.version),))
 
 
 def _syncing(engine: EngineState, live: Live) -> Decisions:

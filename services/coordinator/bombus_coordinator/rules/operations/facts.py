@@ -37,6 +37,12 @@ def _is_current(engine: EngineState, message: Fact) -> bool:
     )
 
 
+def _open_model(engine: EngineState, message: ModelAway | RebuildsModel | CheckpointWritten) -> ClientModel | None:
+    """Return the model that a fact of the current trainer is about, or None if it is closed or another trainer's."""
+    model = engine.clients.models.get(message.model)
+    return model if model is not None and model.closed is None and _is_current(engine, message) else None
+
+
 def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisions:
     """Record that the current trainer is starting an operation, because it may die before it reports a result."""
     model = engine.clients.models.get(message.model)
@@ -46,9 +52,7 @@ def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisio
     if queued.begun_by == message.trainer_epoch:
         return
     event = ev.OperationBegun(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
+        **live.at(engine),
         model=message.model,
         number=queued.number,
         key=queued.key,
@@ -111,9 +115,7 @@ def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, m
     if queued.body is None:  # no client has requested it
         saved = msgspec.structs.replace(saved, ttl_s=ENDED_S)
     kept = ev.WeightsKept(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
+        **live.at(engine),
         model=model.name,
         session=model.session,
         base=model.base,
@@ -137,14 +139,7 @@ def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued,
         reason, why = ModelEnd.NOT_SAVED, "its session ended, and it could not be saved"
     else:
         return []
-    closed = ev.ModelClosed(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        model=model.name,
-        reason=reason,
-        why=why[:WHY_CHARS_MAX],
-    )
+    closed = ev.ModelClosed(**live.at(engine), model=model.name, reason=reason, why=why[:WHY_CHARS_MAX])
     return [closed]
 
 
@@ -153,22 +148,22 @@ def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
 
     The same reason is noted again if the trainer has just tried to rebuild the model, or if trainers died trying.
     """
-    model = engine.clients.models.get(message.model)
+    model = _open_model(engine, message)
     why = message.why[:WHY_CHARS_MAX]
-    if not _is_current(engine, message) or model is None or model.closed is not None:
+    if model is None:
         return
     is_over = bool(why) and (model.rebuilding_by == message.trainer_epoch or model.lost > 0)
     if model.suspended == why and not is_over:
         return
-    event = ev.ModelSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, model=model.name, why=why)
+    event = ev.ModelSuspended(**live.at(engine), model=model.name, why=why)
     yield Decision(events=(event,))
 
 
 def rebuilds(engine: EngineState, live: Live, message: RebuildsModel) -> Decisions:
     """Note which operation the current trainer re-executes to rebuild a model, or that the trainer has survived the
     rebuild."""
-    model = engine.clients.models.get(message.model)
-    if not _is_current(engine, message) or model is None or model.closed is not None:
+    model = _open_model(engine, message)
+    if model is None:
         return
     if message.over:
         is_new = bool(model.rebuilding_by)
@@ -180,9 +175,7 @@ def rebuilds(engine: EngineState, live: Live, message: RebuildsModel) -> Decisio
     if not is_new:
         return
     event = ev.ModelRebuilding(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
+        **live.at(engine),
         model=model.name,
         trainer_epoch=message.trainer_epoch,
         number=0 if message.over else message.number,
@@ -193,16 +186,14 @@ def rebuilds(engine: EngineState, live: Live, message: RebuildsModel) -> Decisio
 
 def checkpointed(engine: EngineState, live: Live, message: CheckpointWritten) -> Decisions:
     """Note a checkpoint from which the current trainer, or its successor, can continue."""
-    model = engine.clients.models.get(message.model)
-    if not _is_current(engine, message) or model is None or model.closed is not None:
+    model = _open_model(engine, message)
+    if model is None:
         return
     executed = all(not each.waits for each in model.operations.values() if each.number <= message.number)
     if not model.checkpointed < message.number <= model.numbers or not executed:
         return
     event = ev.ModelCheckpointed(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
+        **live.at(engine),
         model=model.name,
         number=message.number,
         trainer_epoch=message.trainer_epoch,

@@ -22,7 +22,7 @@ def trainer_serves(engine: EngineState, live: Live, message: TrainerServes) -> D
         return
     if engine.phase != Phase.BOOTING or not engine.trainer or engine.stage == BOOTED:
         return
-    yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+    yield Decision(events=(ev.EngineBooted(**live.at(engine)),))
 
 
 def begin_sampling(engine: EngineState, live: Live, message: BeginSampling) -> Decisions:
@@ -54,7 +54,7 @@ def ask_rest(engine: EngineState, live: Live, message: AskRest) -> Decisions:
         raise wrong_phase(what, engine.phase, "Its trainer is loading the base: try again once a model is created.")
     if message.asleep and engine.suspended:
         raise wrong_phase(what, engine.phase, f"The run is suspended and uses no memory: {engine.suspended}")
-    asked = ev.RestAsked(at_ns=live.now_ns, engine=engine.name, run=engine.run, asleep=message.asleep)
+    asked = ev.RestAsked(**live.at(engine), asleep=message.asleep)
     events = () if engine.rest_wanted == message.asleep else (asked,)
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
 
@@ -65,13 +65,7 @@ def trainer_rests(engine: EngineState, live: Live, message: TrainerRests) -> Dec
         return
     if not engine.trainer or engine.asleep == message.asleep:
         return
-    reached = ev.RestReached(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        trainer_epoch=message.trainer_epoch,
-        asleep=message.asleep,
-    )
+    reached = ev.RestReached(**live.at(engine), trainer_epoch=message.trainer_epoch, asleep=message.asleep)
     yield Decision(events=(reached,))
 
 
@@ -86,7 +80,7 @@ def end_idle_run(engine: EngineState, live: Live) -> Decisions:
     sampled_ns = max((session.ended.at_ns for session in sampling if session.ended is not None), default=0)
     since_ns = max(engine.phase_since_ns, clients.model_closed_ns, sampled_ns)
     if live.is_over(since_ns, engine.collection.operations.run_idle_s):
-        yield Decision(events=(ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+        yield Decision(events=(ev.EngineStopped(**live.at(engine)),))
 
 
 # ---- what is no longer needed (R12, R17) -------------------------------------------------------------------------

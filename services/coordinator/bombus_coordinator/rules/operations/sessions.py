@@ -132,9 +132,7 @@ def _let_go(engine: EngineState, live: Live) -> Decisions:
         is_left = bool(model.suspended) and model.session in over
         if is_left and model.left_ns + ns(LEFT_S) <= clients.trying.shows(live.now_ns):
             closed = ev.ModelClosed(
-                at_ns=live.now_ns,
-                engine=engine.name,
-                run=engine.run,
+                **live.at(engine),
                 model=model.name,
                 reason=ModelEnd.NOT_SAVED,
                 why=f"its session ended, but it could not be rebuilt to be saved: {model.suspended}"[:WHY_CHARS_MAX],

@@ -83,9 +83,7 @@ def group_episodes(hive: Hive, live: Live, message: EpisodesGrouped) -> Decision
     why = message.why if group is None else why_not_queued(engine.trajectories.queue, (group,))
     if why or group is None:
         dropped = ev.GroupDropped(
-            at_ns=live.now_ns,
-            engine=engine.name,
-            run=engine.run,
+            **live.at(engine),
             reason=DropReason.UNFIT,
             tasks=tuple(dict.fromkeys(pool[each].task for each in episodes)),
             episodes=episodes,
@@ -137,14 +135,14 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
         )
     if not engine.queues_groups or state.trainer is None:
         raise wrong_phase("hand out a batch", engine.phase, "Register a trainer first.")
-    begun = ev.BatchesBegun(at_ns=live.now_ns, engine=engine.name, run=engine.run)
+    begun = ev.BatchesBegun(**live.at(engine))
     events: tuple[Event, ...] = () if state.begun else (begun,)
     number = 0
     batch = state.batch
     if message.after is not None:
         _check_after(engine, message.after)
         if batch is not None and message.after == batch.number and not batch.delivered:
-            has_it = ev.BatchDelivered(at_ns=live.now_ns, engine=engine.name, run=engine.run, number=batch.number)
+            has_it = ev.BatchDelivered(**live.at(engine), number=batch.number)
             events = (*events, has_it)
     again = batch is not None and (not batch.delivered if message.after is None else message.after < batch.number)
     if batch is not None and again:
@@ -153,9 +151,7 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
         groups = form(state.queue)
         if groups is not None:
             number = state.batches + 1
-            handed = ev.BatchHandedOut(
-                at_ns=live.now_ns, engine=engine.name, run=engine.run, number=number, groups=groups
-            )
+            handed = ev.BatchHandedOut(**live.at(engine), number=number, groups=groups)
             events = (*events, handed)
     reply = CommandReply(message.id, BatchTaken(run=engine.run, number=number, again=again))
     yield Decision(events=events, replies=(reply,))
@@ -194,13 +190,7 @@ def seal(engine: EngineState, live: Live) -> Decisions:
         live.unfilled[engine.name] = seen
         return
     ready = ev.BatchReady(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        step=engine.step + 1,
-        groups=(),
-        config_digest=engine.active.config_digest,
-        taken=groups,
+        **live.at(engine), step=engine.step + 1, groups=(), config_digest=engine.active.config_digest, taken=groups
     )
     yield Decision(events=(ready,))
 
@@ -217,9 +207,7 @@ def give_up_old(engine: EngineState, live: Live) -> Decisions:
         "batch with the other queued groups, or groups were queued faster than they were used"
     )
     for some in portions(old, GROUPS_MAX):
-        given_up = ev.GroupsGivenUp(
-            at_ns=live.now_ns, engine=engine.name, run=engine.run, number=0, groups=some, why=why
-        )
+        given_up = ev.GroupsGivenUp(**live.at(engine), number=0, groups=some, why=why)
         yield Decision(events=(given_up,))
 
 
@@ -239,12 +227,7 @@ def give_up(engine: EngineState, live: Live, message: GiveUpGroups) -> Decisions
     events: tuple[Event, ...] = ()
     if lost:
         given_up = ev.GroupsGivenUp(
-            at_ns=live.now_ns,
-            engine=engine.name,
-            run=engine.run,
-            number=message.number,
-            groups=lost,
-            why=message.why[:WHY_CHARS_MAX],
+            **live.at(engine), number=message.number, groups=lost, why=message.why[:WHY_CHARS_MAX]
         )
         events = (given_up,)
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))

@@ -38,7 +38,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     if live.refusing:
         raise no_room(live)
     run = engine.run + 1
-    stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run)
+    stopped = ev.EngineStopped(**live.at(engine))
     events: tuple[Event, ...] = close_all(engine, live, stopped) if engine.queues_groups else ()
     registered = ev.TrainerRegistered(
         at_ns=live.now_ns,
@@ -181,6 +181,6 @@ def reset(engine: EngineState, live: Live, message: ResetGroups) -> Decisions:
     """End a rollout-group run, and forget its groups and environments."""
     events: tuple[Event, ...] = (ev.GroupsReset(at_ns=live.now_ns, engine=engine.name),)
     if engine.queues_groups:
-        stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run)
+        stopped = ev.EngineStopped(**live.at(engine))
         events = (*close_all(engine, live, stopped), *events)
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
