@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
+from typing import TypedDict
 
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
@@ -24,6 +25,15 @@ log = logging.getLogger(__name__)
 
 OPEN_S = 30.0
 LOOK_S = 1.0  # how often a trainer that waits for the log checks for a new connection
+
+
+class FactHead(TypedDict):
+    """The fields that all facts of a trainer have."""
+
+    id: str
+    engine: str
+    run: int
+    trainer_epoch: int
 
 
 class RunOver(Exception):
@@ -189,6 +199,10 @@ class RunOwnership:
         return True
 
     # ---- facts ------------------------------------------------------------------------------------------------
+
+    def head(self, name: str) -> FactHead:
+        """Return the first fields of a fact, with an id that `name` makes unique in this trainer epoch."""
+        return {"id": self.id(name), "engine": self._options.engine, "run": self.run, "trainer_epoch": self.epoch}
 
     async def send(self, fact: Message) -> None:
         """Put a fact into the inbox, retrying while the bus is down. Raises `RunOver` if the run ends first."""

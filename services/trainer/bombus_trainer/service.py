@@ -258,15 +258,7 @@ class Trainer:
         if ownership.job.trainer.canary:
             part = ModelPart.MODEL if weights.adapter_of is None else ModelPart.ADAPTER
             canary = await in_thread(Kind.WEIGHTS, f"the canary of version {version}", partial(executor.canary, part))
-        saved = WeightsSaved(
-            id=ownership.id(f"weights-{version}"),
-            engine=self._options.engine,
-            run=ownership.run,
-            step=version,
-            trainer_epoch=ownership.epoch,
-            weights=weights,
-            canary=canary,
-        )
+        saved = WeightsSaved(**ownership.head(f"weights-{version}"), step=version, weights=weights, canary=canary)
         await ownership.say(saved, lambda engine: engine.version >= version, Point.TRAINER_WEIGHTS_SAID)
         reached(Point.TRAINER_WEIGHTS_SEEN)
         await versions.prune((ownership.engine.weights, ownership.engine.weights_before))
@@ -285,11 +277,8 @@ class Trainer:
             due = is_due(ownership.engine.steps, batch.step, self._checkpoint_every(executor))
             path, digest = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
             done = StepDone(
-                id=ownership.id(f"step-{batch.step}-{self._attempt}"),
-                engine=self._options.engine,
-                run=ownership.run,
+                **ownership.head(f"step-{batch.step}-{self._attempt}"),
                 step=batch.step,
-                trainer_epoch=ownership.epoch,
                 checkpoint=path,
                 checkpoint_digest=digest,
                 metrics=metrics,
@@ -396,11 +385,8 @@ class Trainer:
             return
         before = _counts(ownership.engine)
         broke = StepBroke(
-            id=ownership.id(f"broke-{batch.step}-{secrets.token_hex(4)}"),
-            engine=self._options.engine,
-            run=ownership.run,
+            **ownership.head(f"broke-{batch.step}-{secrets.token_hex(4)}"),
             step=batch.step,
-            trainer_epoch=ownership.epoch,
             reason=reason_of(error),
             waits=waits,
         )

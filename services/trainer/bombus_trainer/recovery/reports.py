@@ -136,14 +136,7 @@ class RunReports:
         raise RunOver
 
     def _broke(self, name: str, reason: str, may_pass: bool = False) -> EngineBroke:
-        return EngineBroke(
-            id=self._ownership.id(name),
-            engine=self._options.engine,
-            run=self._ownership.run,
-            reason=reason[:REASON_CHARS_MAX],
-            trainer_epoch=self._ownership.epoch,
-            may_pass=may_pass,
-        )
+        return EngineBroke(**self._ownership.head(name), reason=reason[:REASON_CHARS_MAX], may_pass=may_pass)
 
 
 def check_lost(error: Exception) -> None:

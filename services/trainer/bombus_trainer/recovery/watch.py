@@ -61,14 +61,7 @@ class Watch:
         )
         faulthandler.dump_traceback()
         ownership = self._ownership
-        fact = TrainerHangs(
-            id=ownership.id("hangs"),
-            engine=self._options.engine,
-            run=ownership.run,
-            trainer_epoch=ownership.epoch,
-            doing=str(hung),
-            still_s=hung.still_s,
-        )
+        fact = TrainerHangs(**ownership.head("hangs"), doing=str(hung), still_s=hung.still_s)
         try:
             ownership.check()
             await ownership.send(fact)
@@ -84,13 +77,7 @@ class Watch:
             await asyncio.sleep(pause_s)
             if not ownership.epoch or ownership.is_over():
                 continue
-            alive = TrainerAlive(
-                id=ownership.id(f"alive-{number}"),
-                engine=options.engine,
-                run=ownership.run,
-                trainer_epoch=ownership.epoch,
-                doing=self.works.doing,
-            )
+            alive = TrainerAlive(**ownership.head(f"alive-{number}"), doing=self.works.doing)
             try:
                 await self._bus.inbox.send(alive)
             except BusUnavailable as error:

@@ -60,14 +60,7 @@ async def publish_base(bus: Bus, options: TrainerOptions, ownership: RunOwnershi
     name, blob = pack_tokenizer(source.files)
     await Blobs(bus).put(name, blob)
     reached(Point.TRAINER_TOKENIZER_STORED)
-    saved = WeightsSaved(
-        id=ownership.id("weights-0"),
-        engine=options.engine,
-        run=ownership.run,
-        step=0,
-        trainer_epoch=ownership.epoch,
-        weights=await versions.publish_fixed(source, name),
-    )
+    saved = WeightsSaved(**ownership.head("weights-0"), step=0, weights=await versions.publish_fixed(source, name))
     await ownership.say(saved, lambda engine: engine.version >= 0, Point.TRAINER_WEIGHTS_SAID)
     reached(Point.TRAINER_WEIGHTS_SEEN)
     await versions.prune((ownership.engine.weights,))

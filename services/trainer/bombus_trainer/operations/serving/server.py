@@ -144,13 +144,7 @@ class OperationServer:
 
     async def _say_rest(self, asleep: bool) -> None:
         ownership = self._ownership
-        rests = TrainerRests(
-            id=ownership.id(f"rests-{next(self._facts)}"),
-            engine=self._options.engine,
-            run=ownership.run,
-            trainer_epoch=ownership.epoch,
-            asleep=asleep,
-        )
+        rests = TrainerRests(**ownership.head(f"rests-{next(self._facts)}"), asleep=asleep)
         await ownership.say(rests, lambda engine: engine.asleep == asleep)
 
     async def _checkpoint_all(self, models: ServedModels) -> None:
@@ -163,9 +157,7 @@ class OperationServer:
         """Load the base, and rebuild the models of this run."""
         ownership = self._ownership
         models = await self._reports.booted(self._load, has_loaded=lambda: ownership.engine.phase != Phase.BOOTING)
-        serves = TrainerServes(
-            id=ownership.id("serves"), engine=self._options.engine, run=ownership.run, trainer_epoch=ownership.epoch
-        )
+        serves = TrainerServes(**ownership.head("serves"))
         if ownership.engine.phase == Phase.BOOTING:
             await ownership.say(serves, lambda engine: engine.phase != Phase.BOOTING, Point.SERVING_SAID)
         await self._when_back(lambda: publish_base(self._bus, self._options, ownership, models.executor.base))
@@ -218,13 +210,7 @@ class OperationServer:
     async def _say_rebuilding(self, model: str, number: int, over: bool) -> None:
         ownership = self._ownership
         rebuilds = RebuildsModel(
-            id=ownership.id(f"rebuilds-{next(self._facts)}"),
-            engine=self._options.engine,
-            run=ownership.run,
-            trainer_epoch=ownership.epoch,
-            model=model,
-            number=number,
-            over=over,
+            **ownership.head(f"rebuilds-{next(self._facts)}"), model=model, number=number, over=over
         )
         await ownership.send(rebuilds)
 
@@ -241,14 +227,7 @@ class OperationServer:
             return
         self._said[model.name] = why
         ownership = self._ownership
-        away = ModelAway(
-            id=ownership.id(f"away-{next(self._facts)}"),
-            engine=self._options.engine,
-            run=ownership.run,
-            trainer_epoch=ownership.epoch,
-            model=model.name,
-            why=why,
-        )
+        away = ModelAway(**ownership.head(f"away-{next(self._facts)}"), model=model.name, why=why)
         # Once the log shows this, this trainer also knows which checkpoints were removed while the model was suspended.
         await ownership.say(away, partial(_is_known, model=model, waits=why != ""))
 
@@ -400,9 +379,6 @@ class OperationServer:
         there = models.executor.models
         done = partial(
             OperationDone,
-            engine=self._options.engine,
-            run=ownership.run,
-            trainer_epoch=ownership.epoch,
             model=model.name,
             number=queued.number,
             key=queued.key,
@@ -435,13 +411,7 @@ class OperationServer:
         self._begun.add(model.name)
         ownership = self._ownership
         begins = OperationBegins(
-            id=ownership.id(f"begins-{next(self._facts)}"),
-            engine=self._options.engine,
-            run=ownership.run,
-            trainer_epoch=ownership.epoch,
-            model=model.name,
-            number=queued.number,
-            key=queued.key,
+            **ownership.head(f"begins-{next(self._facts)}"), model=model.name, number=queued.number, key=queued.key
         )
         await ownership.send(begins)
 
@@ -458,7 +428,7 @@ class OperationServer:
             ref = await self._when_back(lambda: self._parts.store(subject, body))
             reached(Point.OPERATION_STORED)
             try:
-                await self._bus.inbox.request(done(id=ownership.id(f"operation-{next(self._facts)}"), result=ref))
+                await self._bus.inbox.request(done(**ownership.head(f"operation-{next(self._facts)}"), result=ref))
             except BusUnavailable as error:
                 log.warning("a result of model %s is waiting for the bus: %s", model.name, error)
                 await ownership.pause(self._options.retry_s)
@@ -484,10 +454,7 @@ class OperationServer:
             return
         reached(Point.MODEL_CHECKPOINT_WRITTEN)
         written = CheckpointWritten(
-            id=ownership.id(f"model-checkpoint-{next(self._facts)}"),
-            engine=self._options.engine,
-            run=ownership.run,
-            trainer_epoch=ownership.epoch,
+            **ownership.head(f"model-checkpoint-{next(self._facts)}"),
             model=name,
             number=number,
             folder=folder,
