@@ -6,6 +6,7 @@ take whole groups in one request. Reads are answered from the folded state; comm
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from fastapi import Request, Response
@@ -41,6 +42,9 @@ class SwarmRoute(NamedTuple):
     body: type[BaseModel] | None = None
 
 
+_client, _control = partial(SwarmRoute, Access.CLIENT), partial(SwarmRoute, Access.CONTROL)
+
+
 def plain(gateway: Gateway, routes: Iterable[SwarmRoute]) -> list[PlainRoute]:
     """Return the routes with two checks added: the caller's key may use them, and the log is folded."""
     guards = {Access.CLIENT: gateway.clients, Access.CONTROL: gateway.control}
@@ -56,44 +60,30 @@ def swarm_routes(gateway: Gateway, engine: str) -> list[SwarmRoute]:
     engine_routes, claims, episodes = EngineRoutes(context), ClaimRoutes(context), EpisodeRoutes(context)
     ended = EndedEpisodes(context)
     return [
-        SwarmRoute(Access.CLIENT, "GET", "/get_engine_status", engine_routes.get_engine_status),
-        SwarmRoute(
-            Access.CONTROL, "POST", "/sync_train_config", engine_routes.sync_train_config, bodies.SyncTrainConfig
-        ),
-        SwarmRoute(
-            Access.CLIENT,
-            "POST",
-            "/compare_train_config",
-            engine_routes.compare_train_config,
-            bodies.CompareTrainConfig,
-        ),
-        SwarmRoute(Access.CONTROL, "POST", "/start_engine", engine_routes.start_engine),
-        SwarmRoute(Access.CONTROL, "POST", "/stop_engine", engine_routes.stop_engine),
-        SwarmRoute(Access.CONTROL, "POST", "/resume_engine", engine_routes.resume_engine),
-        SwarmRoute(Access.CLIENT, "POST", "/claim_episode", claims.claim_episode, bodies.ClaimEpisode),
-        SwarmRoute(Access.CLIENT, "POST", "/end_episode", episodes.end_episode, bodies.EndEpisode),
-        SwarmRoute(Access.CLIENT, "POST", "/abort_episode", episodes.abort_episode, bodies.NamedEpisode),
-        SwarmRoute(Access.CLIENT, "POST", "/can_continue_episode", episodes.can_continue_episode, bodies.NamedEpisode),
-        SwarmRoute(Access.CLIENT, "POST", "/get_episode_buffer", episodes.get_episode_buffer),
-        SwarmRoute(
-            Access.CLIENT, "GET", "/get_current_batch_rollout_pool_information", engine_routes.get_pool_information
-        ),
-        SwarmRoute(
-            Access.CLIENT, "POST", "/replay_latest_llm_call", episodes.replay_latest_llm_call, bodies.ReplayLatestCall
-        ),
-        SwarmRoute(
-            Access.CLIENT, "POST", "/agree_sync_weight", engine_routes.agree_sync_weight, bodies.AgreeSyncWeight
-        ),
-        SwarmRoute(Access.CLIENT, "GET", "/get_server_experiment_dir", engine_routes.get_server_experiment_dir),
-        SwarmRoute(Access.CONTROL, "POST", "/sync_train_code", engine_routes.sync_train_code),
-        SwarmRoute(Access.CLIENT, "POST", "/push_verbose_log", engine_routes.push_verbose_log, bodies.PushVerboseLog),
-        SwarmRoute(Access.CLIENT, "POST", "/claim_episodes", claims.claim_episodes, bodies.ClaimEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/end_episodes", episodes.end_episodes, bodies.EndEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/abort_episodes", episodes.abort_episodes, bodies.AbortEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, bodies.NamedEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/touch_client", episodes.touch_client, bodies.TouchClient),
-        SwarmRoute(Access.CLIENT, "POST", "/read_ended_episodes", ended.read, bodies.NamedEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/take_ended_episodes", ended.take, bodies.NamedEpisodes),
+        _client("GET", "/get_engine_status", engine_routes.get_engine_status),
+        _control("POST", "/sync_train_config", engine_routes.sync_train_config, bodies.SyncTrainConfig),
+        _client("POST", "/compare_train_config", engine_routes.compare_train_config, bodies.CompareTrainConfig),
+        _control("POST", "/start_engine", engine_routes.start_engine),
+        _control("POST", "/stop_engine", engine_routes.stop_engine),
+        _control("POST", "/resume_engine", engine_routes.resume_engine),
+        _client("POST", "/claim_episode", claims.claim_episode, bodies.ClaimEpisode),
+        _client("POST", "/end_episode", episodes.end_episode, bodies.EndEpisode),
+        _client("POST", "/abort_episode", episodes.abort_episode, bodies.NamedEpisode),
+        _client("POST", "/can_continue_episode", episodes.can_continue_episode, bodies.NamedEpisode),
+        _client("POST", "/get_episode_buffer", episodes.get_episode_buffer),
+        _client("GET", "/get_current_batch_rollout_pool_information", engine_routes.get_pool_information),
+        _client("POST", "/replay_latest_llm_call", episodes.replay_latest_llm_call, bodies.ReplayLatestCall),
+        _client("POST", "/agree_sync_weight", engine_routes.agree_sync_weight, bodies.AgreeSyncWeight),
+        _client("GET", "/get_server_experiment_dir", engine_routes.get_server_experiment_dir),
+        _control("POST", "/sync_train_code", engine_routes.sync_train_code),
+        _client("POST", "/push_verbose_log", engine_routes.push_verbose_log, bodies.PushVerboseLog),
+        _client("POST", "/claim_episodes", claims.claim_episodes, bodies.ClaimEpisodes),
+        _client("POST", "/end_episodes", episodes.end_episodes, bodies.EndEpisodes),
+        _client("POST", "/abort_episodes", episodes.abort_episodes, bodies.AbortEpisodes),
+        _client("POST", "/touch_episodes", episodes.touch_episodes, bodies.NamedEpisodes),
+        _client("POST", "/touch_client", episodes.touch_client, bodies.TouchClient),
+        _client("POST", "/read_ended_episodes", ended.read, bodies.NamedEpisodes),
+        _client("POST", "/take_ended_episodes", ended.take, bodies.NamedEpisodes),
     ]
 
 
@@ -102,10 +92,10 @@ def multi_model_routes(gateway: Gateway) -> list[SwarmRoute]:
     context = EngineContext(gateway, HIVE)
     multi = MultiModelRoutes(context)
     return [
-        SwarmRoute(Access.CLIENT, "POST", "/claim_multi_model_episodes", multi.claim, bodies.ClaimMultiModelEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/end_multi_model_episodes", multi.end, bodies.EndMultiModelEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/abort_multi_model_episodes", multi.abort, bodies.AbortEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/touch_multi_model_episodes", multi.touch, bodies.NamedEpisodes),
+        _client("POST", "/claim_multi_model_episodes", multi.claim, bodies.ClaimMultiModelEpisodes),
+        _client("POST", "/end_multi_model_episodes", multi.end, bodies.EndMultiModelEpisodes),
+        _client("POST", "/abort_multi_model_episodes", multi.abort, bodies.AbortEpisodes),
+        _client("POST", "/touch_multi_model_episodes", multi.touch, bodies.NamedEpisodes),
     ]
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -85,35 +87,27 @@ class RestRoutes:
     async def set_ttl(self, request: Request) -> Response:
         """Keep a checkpoint for `ttl_seconds` from now, or forever."""
         ttl_s = checked_ttl(decode_body(_ttls, await self._gateway.bodies.small(request)).ttl_seconds)
-        noted = (await self._own(request)).noted
-        retain = inbox.RetainWeights(
-            id=uuid.uuid4().hex,
-            engine=self._operations.engine,
-            model=noted.model,
-            use=noted.saved.use,
-            name=noted.saved.name,
-            ttl_s=ttl_s,
-        )
-        await self._gateway.carry_out(retain)
-        return Response(status_code=204)
+        return await self._change(request, partial(inbox.RetainWeights, ttl_s=ttl_s))
 
     async def publish(self, request: Request) -> Response:
-        return await self._publish(request, public=True)
+        return await self._change(request, partial(inbox.PublishWeights, public=True))
 
     async def unpublish(self, request: Request) -> Response:
-        return await self._publish(request, public=False)
+        return await self._change(request, partial(inbox.PublishWeights, public=False))
 
-    async def _publish(self, request: Request, public: bool) -> Response:
+    async def _change(
+        self, request: Request, command: Callable[..., inbox.RetainWeights | inbox.PublishWeights]
+    ) -> Response:
+        """Carry out a command on the checkpoint that a request names."""
         noted = (await self._own(request)).noted
-        mark = inbox.PublishWeights(
+        named = command(
             id=uuid.uuid4().hex,
             engine=self._operations.engine,
             model=noted.model,
             use=noted.saved.use,
             name=noted.saved.name,
-            public=public,
         )
-        await self._gateway.carry_out(mark)
+        await self._gateway.carry_out(named)
         return Response(status_code=204)
 
     # ---- downloads ------------------------------------------------------------------------------------------------
