@@ -142,7 +142,7 @@ def measure_groups(queued: int) -> None:
     )
     start = process_time()
     for _ in range(100):
-        environment_status(queue, queue.environments[0])
+        environment_status(queue, queue.environments[0], 0)
     stood = (process_time() - start) / 100
     print(f"what one of 4 environments is told: {stood * 1e6:.0f} us")
 

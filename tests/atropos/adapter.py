@@ -93,8 +93,8 @@ class QueueTransport(httpx.BaseTransport):
         return {"current_step": self.step, "queue_size": len(self.queue.groups) - self.queue.held_groups}
 
     def status_of_environment(self, body: Answer) -> Answer:
-        told = environment_status(self.queue, self.queue.environments[body["env_id"]])
-        return {"current_step": self.step, **{name: getattr(told, name) for name in told.__struct_fields__}}
+        told = environment_status(self.queue, self.queue.environments[body["env_id"]], self.step)
+        return {name: getattr(told, name) for name in told.__struct_fields__}
 
     def push_one(self, body: Answer) -> Answer:
         (held,) = self._push([body])

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from bombus.hive.records import FinishReason
+from bombus.hive.trajectories.queue_status import EnvironmentQueueStatus
 from bombus.hive.trajectories.records import RolloutGroup
 from bombus_gateway.atropos import answers
-from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
+from bombus_gateway.atropos.answers import JoinAnswer
 from bombus_gateway.atropos.batches import write_group
 from bombus_gateway.atropos.compression import inflated
 from bombus_gateway.atropos.requests import EnvironmentRegistration, read_environment, read_environment_id
@@ -74,7 +75,7 @@ async def main():
 
 asyncio.run(main())
 """
-STATUS = StatusAnswer(
+STATUS = EnvironmentQueueStatus(
     current_step=1, queue_size=2, unallocated_fraction=0.5, self_queue_size=3, max_group_size=4, env_weight=0.25
 )
 JOINED = JoinAnswer(
@@ -126,11 +127,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/scored_data":
             seen.encodings.append(encoding)
             seen.groups.append(read_scored_data(body))
-            return answers.write_pushed(PushAnswer())
+            return answers.write_pushed(None)
         if self.path == "/scored_data_list":
             seen.encodings.append(encoding)
             seen.groups.extend(read_scored_data_list(body))
-            return answers.write_pushed_list([PushAnswer()])
+            return answers.write_pushed_list([None])
         assert self.path == "/generate"
         return generated(body)
 

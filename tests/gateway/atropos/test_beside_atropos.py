@@ -20,8 +20,9 @@ import httpx
 import pytest
 
 from bombus.errors import Refused
+from bombus.hive.trajectories.queue_status import EnvironmentQueueStatus
 from bombus_gateway.atropos import answers
-from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
+from bombus_gateway.atropos.answers import JoinAnswer
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_group, write_latest
 from bombus_gateway.atropos.compression import inflated
 from bombus_gateway.atropos.refusals import write_refusal
@@ -78,7 +79,7 @@ def test_a_group_comes_back_with_the_values_that_atropos_gives_back(server: http
         answer = server.post(
             "/scored_data", content=packed, headers={"content-encoding": "gzip", "content-type": "application/json"}
         )
-        assert answer.content == answers.write_pushed(PushAnswer())
+        assert answer.content == answers.write_pushed(None)
         theirs = server.get("/latest_example").content
         assert exact(write_group(read_scored_data(inflated("gzip", packed)))) == exact(theirs), f"seed {seed}"
 
@@ -91,7 +92,7 @@ def test_a_batch_is_the_one_that_atropos_gives(server: httpx.Client) -> None:
     groups[1] |= dict.fromkeys(groups[1].keys() - {"tokens", "masks", "scores", "images"})
     body = json.dumps(groups).encode()
     answer = server.post("/scored_data_list", content=body, headers={"content-type": "application/json"})
-    assert exact(answer.content) == exact(answers.write_pushed_list([PushAnswer(), PushAnswer()]))
+    assert exact(answer.content) == exact(answers.write_pushed_list([None, None]))
     assert exact(b"".join(write_batch(read_scored_data_list(body)))) == exact(server.get("/batch").content)
     assert exact(server.get("/batch").content) == exact(NO_BATCH)
 
@@ -106,14 +107,14 @@ def test_small_answers_have_the_fields_of_those_that_atropos_gives(server: httpx
         env_id=0, wandb_name="math_0", checkpoint_dir="c", starting_step=0, checkpoint_interval=5, num_steps=7
     )
     assert server.post("/register-env", json=joining).content == answers.write_joined(joined)
-    status = StatusAnswer(
+    status = EnvironmentQueueStatus(
         current_step=0, queue_size=0, unallocated_fraction=1.0, self_queue_size=0, max_group_size=1, env_weight=1.0
     )
     theirs = server.request("GET", "/status-env", json={"env_id": 0})
     assert exact(theirs.content) == exact(answers.write_environment_status(status))
     group = {"tokens": [[1]], "masks": [[1]], "scores": [1], "env_id": 0}
-    assert server.post("/scored_data", json=group).content == answers.write_pushed(PushAnswer(True, 1))
-    buffered = answers.write_pushed_list([PushAnswer(True, 0)])
+    assert server.post("/scored_data", json=group).content == answers.write_pushed(1)
+    buffered = answers.write_pushed_list([0])
     assert exact(server.post("/scored_data_list", json=[group]).content) == exact(buffered)
     assert server.get("/info").content == answers.write_info(4, 64)
     assert server.get("/wandb_info").content == answers.write_wandb_info("g", "p")

@@ -20,8 +20,8 @@ def test_what_minimums_leave_no_room_for_is_told_so() -> None:
 
 def test_an_empty_queue_has_a_largest_group_of_one() -> None:
     queue = queue_of(8, environment(0, 4))
-    assert environment_status(queue, queue.environments[0]) == EnvironmentQueueStatus(
-        queue_size=0, unallocated_fraction=1.0, self_queue_size=0, max_group_size=1, env_weight=1.0
+    assert environment_status(queue, queue.environments[0], 0) == EnvironmentQueueStatus(
+        current_step=0, queue_size=0, unallocated_fraction=1.0, self_queue_size=0, max_group_size=1, env_weight=1.0
     )
 
 
@@ -32,20 +32,20 @@ def test_the_queue_of_an_environment_counts_others_beyond_their_minimums_in_grou
     """
     queue = queue_of(16, environment(0, 4), environment(1, 4, minimum=0.5))
     push(queue, [*groups(0, 4, 4), *groups(1, 4, 8), *groups(None, 2)])
-    told = environment_status(queue, queue.environments[0])
+    told = environment_status(queue, queue.environments[0], 0)
     assert (told.queue_size, told.self_queue_size, told.max_group_size, told.unallocated_fraction) == (6, 2, 8, 0.5)
 
 
 def test_others_count_for_nothing_where_all_groups_have_one_sequence() -> None:
     queue = queue_of(8, environment(0, 1), environment(1, 1))
     push(queue, [*groups(0, 1, 1), *groups(1, 1, 1, 1)])
-    assert environment_status(queue, queue.environments[0]).queue_size == 2
+    assert environment_status(queue, queue.environments[0], 0).queue_size == 2
 
 
 def test_an_environment_whose_groups_grew_is_counted_in_groups_of_the_largest() -> None:
     queue = queue_of(16, environment(0, 4))
     push(queue, groups(0, 8, 4, 4))
-    told = environment_status(queue, queue.environments[0])
+    told = environment_status(queue, queue.environments[0], 0)
     assert (told.queue_size, told.self_queue_size) == (2, 2)
     assert queue.environments[0].group_size == 4, "asking changes nothing"
 
@@ -53,7 +53,7 @@ def test_an_environment_whose_groups_grew_is_counted_in_groups_of_the_largest() 
 def test_held_groups_do_not_count() -> None:
     queue = queue_of(8, environment(0, 4))
     push(queue, groups(0, 4, 3))
-    assert environment_status(queue, queue.environments[0]).self_queue_size == 1
+    assert environment_status(queue, queue.environments[0], 0).self_queue_size == 1
 
 
 @pytest.mark.parametrize(
@@ -70,20 +70,22 @@ def test_the_weight_of_an_environment_is_its_part_of_all_and_at_least_a_hundredt
     weights: tuple[float, float], told: tuple[float, float]
 ) -> None:
     queue = queue_of(8, environment(0, 4, weight=weights[0]), environment(1, 4, weight=weights[1]))
-    assert [environment_status(queue, each).env_weight for each in queue.environments.values()] == pytest.approx(told)
+    assert [environment_status(queue, each, 0).env_weight for each in queue.environments.values()] == pytest.approx(
+        told
+    )
 
 
 def test_longer_sequences_weigh_more_and_those_who_left_do_not_weigh() -> None:
     queue = queue_of(8, environment(0, 4, max_tokens=100), environment(1, 4, max_tokens=300), environment(2, 4))
     leave(queue, 2)
-    assert [environment_status(queue, queue.environments[each]).env_weight for each in (0, 1)] == [0.25, 0.75]
+    assert [environment_status(queue, queue.environments[each], 0).env_weight for each in (0, 1)] == [0.25, 0.75]
 
 
 def test_minimums_of_more_than_all_leave_nothing_unallocated() -> None:
     queue = queue_of(8, environment(0, 4, minimum=0.7), environment(1, 4, minimum=0.6), environment(2, 4, minimum=0.2))
-    assert environment_status(queue, queue.environments[0]).unallocated_fraction == 0.0
+    assert environment_status(queue, queue.environments[0], 0).unallocated_fraction == 0.0
     leave(queue, 0)
-    assert environment_status(queue, queue.environments[1]).unallocated_fraction == pytest.approx(0.2)
+    assert environment_status(queue, queue.environments[1], 0).unallocated_fraction == pytest.approx(0.2)
 
 
 # ---- what is stranded -----------------------------------------------------------------------------------------
@@ -166,6 +168,6 @@ def test_enough_sequences_without_a_batch_are_always_explained(seed: int) -> Non
         if queue.batch_size and fitting >= queue.batch_size and form(queue) is None:
             assert stranded(queue)
         for each in queue.environments.values():
-            told = environment_status(queue, each)
+            told = environment_status(queue, each, 0)
             assert told.queue_size >= told.self_queue_size >= 0
             assert told.env_weight >= 0.01

@@ -1,6 +1,10 @@
 """Answers to trainers and environments, except batches and groups, which `batches` writes."""
 
+from collections.abc import Sequence
+
 import msgspec
+
+from bombus.hive.trajectories.queue_status import EnvironmentQueueStatus
 
 WAIT_FOR_TRAINER = b'{"status":"wait for trainer to start"}'
 DISCONNECTED = b'{"status":"success"}'
@@ -21,25 +25,6 @@ class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True):
     starting_step: int
     checkpoint_interval: int
     num_steps: int
-
-
-class StatusAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `/status-env`. Queue sizes are counted in groups of this environment's size."""
-
-    current_step: int
-    queue_size: int
-    unallocated_fraction: float
-    self_queue_size: int
-    max_group_size: int
-    env_weight: float
-
-
-class PushAnswer(msgspec.Struct, frozen=True):
-    """The outcome for one group: whether the group is held until its environment has enough sequences, and how many are
-    held."""
-
-    is_buffered: bool = False
-    held: int = 0  # sequences held for that environment
 
 
 def write_welcome(engine_running: bool) -> bytes:
@@ -69,7 +54,7 @@ def write_joined(joined: JoinAnswer) -> bytes:
     return _encode(joined)
 
 
-def write_environment_status(status: StatusAnswer) -> bytes:
+def write_environment_status(status: EnvironmentQueueStatus) -> bytes:
     return _encode(status)
 
 
@@ -78,15 +63,16 @@ def write_disconnect_failed(why: str) -> bytes:
     return _encode({"status": "failure", "error": why})
 
 
-def write_pushed(result: PushAnswer) -> bytes:
-    """Return the answer to `/scored_data`."""
-    return _encode({"status": "buffered", "buffer_size": result.held}) if result.is_buffered else RECEIVED
+def write_pushed(held: int | None) -> bytes:
+    """Return the answer to `/scored_data`: whether the group is held until its environment has enough sequences, and
+    how many of them are held."""
+    return RECEIVED if held is None else _encode({"status": "buffered", "buffer_size": held})
 
 
-def write_pushed_list(results: list[PushAnswer]) -> bytes:
+def write_pushed_list(held: Sequence[int | None]) -> bytes:
     """Return the answer to `/scored_data_list`, including the number of buffered groups if there are any."""
-    answer: dict[str, object] = {"status": "received", "groups_processed": len(results)}
-    buffered = [result.held for result in results if result.is_buffered]
+    answer: dict[str, object] = {"status": "received", "groups_processed": len(held)}
+    buffered = [each for each in held if each is not None]
     if buffered:
         answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
     return _encode(answer)

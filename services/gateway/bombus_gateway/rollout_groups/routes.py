@@ -23,7 +23,7 @@ from bombus.hive.trajectories.records import RolloutGroup, decode_group
 from bombus.hive.trajectories.state import HandedOut
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.atropos import answers
-from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
+from bombus_gateway.atropos.answers import JoinAnswer
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_latest
 from bombus_gateway.atropos.compression import sent
 from bombus_gateway.atropos.refusals import write_batch_refusal, write_refusal
@@ -333,32 +333,19 @@ class GroupRoutes:
         if environment is None or not may_use(environment.owner, self._gateway.holder_of(request)):
             raise Refused(Code.UNKNOWN_ENVIRONMENT, no_environment(number))
         self._groups.touch(number)
-        found = environment_status(state.queue, environment)
-        status = StatusAnswer(
-            current_step=state.current_step,
-            queue_size=found.queue_size,
-            unallocated_fraction=found.unallocated_fraction,
-            self_queue_size=found.self_queue_size,
-            max_group_size=found.max_group_size,
-            env_weight=found.env_weight,
-        )
+        status = environment_status(state.queue, environment, state.current_step)
         return _answered(request, answers.write_environment_status(status))
 
     async def scored_data(self, request: Request) -> Response:
         group = await self._gateway.bodies.read(request, TRAJECTORIES, read_scored_data)
         (held,) = await self._push([group], request)
-        return _answered(request, answers.write_pushed(_pushed(held)))
+        return _answered(request, answers.write_pushed(held))
 
     async def scored_data_list(self, request: Request) -> Response:
         groups = await self._gateway.bodies.read(request, TRAJECTORIES, read_scored_data_list)
         if not groups:
-            return _answered(request, answers.write_pushed_list([]))
-        held = await self._push(groups, request)
-        return _answered(request, answers.write_pushed_list([_pushed(each) for each in held]))
+            return _answered(request, answers.write_pushed_list(()))
+        return _answered(request, answers.write_pushed_list(await self._push(groups, request)))
 
     async def _push(self, groups: Sequence[RolloutGroup], request: Request) -> tuple[int | None, ...]:
         return await self._groups.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""), self._gateway.key_of(request))
-
-
-def _pushed(held: int | None) -> PushAnswer:
-    return PushAnswer() if held is None else PushAnswer(is_buffered=True, held=held)

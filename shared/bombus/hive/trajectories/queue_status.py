@@ -13,8 +13,9 @@ SIZES_SHOWN = 6
 
 
 class EnvironmentQueueStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment's share of the queue, as `status-env` reports it."""
+    """An environment's share of the queue, as `/status-env` reports it, in groups of the environment's own size."""
 
+    current_step: int
     queue_size: int
     unallocated_fraction: float
     self_queue_size: int
@@ -22,7 +23,7 @@ class EnvironmentQueueStatus(msgspec.Struct, frozen=True, kw_only=True):
     env_weight: float
 
 
-def environment_status(queue: TrajectoryQueue, environment: Environment) -> EnvironmentQueueStatus:
+def environment_status(queue: TrajectoryQueue, environment: Environment, step: int) -> EnvironmentQueueStatus:
     """Return an environment's share of the queue, without changing the queue.
 
     `queue_size` tells an environment when to stop generating. It counts the environment's own sequences and, if any
@@ -40,6 +41,7 @@ def environment_status(queue: TrajectoryQueue, environment: Environment) -> Envi
                 available += max(0, packed - _reserved(queue, owner))
     minimums = sum(each.minimum for each in queue.environments.values() if each.connected and each.minimum is not None)
     return EnvironmentQueueStatus(
+        current_step=step,
         queue_size=available // group_size,
         unallocated_fraction=1.0 - min(minimums, 1.0),
         self_queue_size=own.sequences // group_size,
