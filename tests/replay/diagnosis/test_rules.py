@@ -243,6 +243,15 @@ def test_episodes_of_a_batch_that_cannot_be_trained_count_as_lost(unusable: int,
     assert (FaultKind.EPISODES_ABORTED in kinds_of(run_of({"unusable": unusable}))) == is_found
 
 
+def test_one_finding_names_episodes_that_were_aborted_and_those_that_were_left_out() -> None:
+    steps = run_of({"aborted": Counter({FailureKind.SANDBOX: 90}), "unusable": 60})
+    (finding,) = (each for each in at_step(steps, STEPS, JOB) if each.kind == FaultKind.EPISODES_ABORTED)
+    assert "were aborted" in finding.figure
+    assert "were left out" in finding.figure
+    assert "episode.aborted" in finding.advice
+    assert "trainer's log" in finding.advice
+
+
 @pytest.mark.parametrize(("norm", "is_found"), [(9.0, True), (1.2, False)])
 def test_a_noisy_fall_of_the_reward_is_enough_if_the_gradient_is_many_times_as_large(
     norm: float, is_found: bool

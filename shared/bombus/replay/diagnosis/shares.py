@@ -80,9 +80,6 @@ SHARES = (
     ShareRule(FaultKind.FAILURES_REWARDED, lambda row: (row.failed, row.tokens.count), 0.02,  # usually lower
         "{share:.0%} of the episodes made no call, or their agent failed, and were ended with a reward",
         "abort such episodes (abort_episode, or raise InfraError) instead of ending them with a reward"),
-    ShareRule(FaultKind.EPISODES_ABORTED, lambda row: (row.unusable, row.tokens.count), 0.1,
-        "{share:.0%} of the episodes in batches were left out, because their calls cannot be read or trained on",
-        "read the trainer's log: perhaps a logprob is not finite, or calls do not fit together"),
     ShareRule(FaultKind.TOOLS_FAIL, _tools, 0.2,
         "{share:.0%} of the tool calls fail, compared with {before:.0%} before",
         "read an episode (`bombus replay episode ID`): the tool is down, or the model calls it in the wrong format",
@@ -126,6 +123,9 @@ TOO_HARD = ShareRule(FaultKind.TOO_HARD, _silent, SILENT, TOO_EASY.figure,
 ABORTED = ShareRule(FaultKind.EPISODES_ABORTED, _aborted, 0.2,
     "{share:.0%} of the episodes were aborted",
     "read the reasons with `bombus replay timeline --kind episode.aborted`")  # fmt: skip
+LEFT_OUT = ShareRule(FaultKind.EPISODES_ABORTED, lambda row: (row.unusable, row.tokens.count), 0.1,
+    "{share:.0%} of the episodes in batches were left out, because their calls cannot be read or trained on",
+    "read the trainer's log: perhaps a logprob is not finite, or calls do not fit together")  # fmt: skip
 
 
 def groups_of_one(seen: Seen) -> RunFinding | None:
@@ -164,12 +164,17 @@ def no_signal(seen: Seen) -> RunFinding | None:
 
 
 def episodes_aborted(seen: Seen) -> RunFinding | None:
-    found = ABORTED(seen)
-    if found is None:
-        return None
+    """Find episodes that were aborted or left out of their batches. One finding names both, so neither hides the
+    other."""
+    aborted, left_out = ABORTED(seen), LEFT_OUT(seen)
+    if aborted is None:
+        return left_out
     ((reason, count),) = sum((row.aborted for row in seen.recent), Counter()).most_common(1)
     meaning = FAILURES[FailureKind(reason)].meaning if reason else "their clients reported no failure"
-    return msgspec.structs.replace(found, figure=f"{found.figure}, {count} of them: {meaning}")
+    figure, advice = f"{aborted.figure}, {count} of them: {meaning}", aborted.advice
+    if left_out is not None:
+        figure, advice = f"{figure}; {left_out.figure}", f"{advice}; {left_out.advice}"
+    return msgspec.structs.replace(aborted, figure=figure, advice=advice)
 
 
 RULES = (*SHARES, groups_of_one, duplicate_answers, no_signal, episodes_aborted)
