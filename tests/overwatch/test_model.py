@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bombus.figures import seconds_between
 from bombus.hive import events as ev
 from bombus.hive.describe import KINDS, EventGroup, line_of
 from bombus.hive.events import AbortReason, EpisodeType, Event
@@ -93,9 +94,10 @@ def test_before_the_first_step_the_merge_share_is_that_of_the_calls(story: Story
 def test_the_step_in_flight_has_its_time_and_size(story: Story) -> None:
     groups = tuple(story.groups(0, 2))
     story.tell(ev.BatchReady(at_ns=story.now_ns, engine=ENGINE, run=1, step=1, groups=groups, config_digest="d"))
-    training = shown(story, after_s=4.0).training
-    assert (training.step_in_flight, training.groups, training.episodes) == (1, 2, 8)
-    assert training.in_flight_s == 4.0
+    screen = shown(story, after_s=4.0)
+    trainer = screen.training.trainer
+    assert (trainer.step_in_flight, trainer.groups, trainer.episodes) == (1, 2, 8)
+    assert seconds_between(trainer.step_since_ns, screen.now_ns) == 4.0
 
 
 def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_episodes_are_open() -> None:
@@ -106,8 +108,8 @@ def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_e
         fold(view, position, event)
         screen = screen_data(view, event.at_ns, ENGINE)
         assert screen.status is not None or position == 1
-        if isinstance(event, ev.EpisodeEnded) and screen.training.step_in_flight and screen.status:
-            assert f"step {screen.training.step_in_flight} training" in screen.status.detail
+        if isinstance(event, ev.EpisodeEnded) and screen.training.trainer.step_in_flight and screen.status:
+            assert f"step {screen.training.trainer.step_in_flight} training" in screen.status.detail
             assert screen.status.pace is not None
             paced += bool(screen.status.pace.waits)
     assert paced > 10

@@ -10,7 +10,7 @@ from bombus.hive.events import HIVE
 from bombus.hive.operations.state import mean_loss
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.data import engine_status, multi_model_claims
-from bombus.hive.status.rows import EngineStatus, ModelStatus, MultiModelClaimStatus, OpenEpisode
+from bombus.hive.status.rows import EngineStatus, ModelStatus, MultiModelClaimStatus, OpenEpisode, TrainerStatus
 from bombus_overwatch.model import SECOND, EngineHistory, HiveView, LoggedEvent, ModelHistory, SecondCounts
 
 TAIL_SHOWN = 200
@@ -89,12 +89,7 @@ class TrainingSummary:
     In an operations run, `model` names the model that the curves belong to; in a run with batches, it is "".
     """
 
-    epoch: int
-    step_in_flight: int | None
-    in_flight_s: float
-    groups: int
-    episodes: int
-    failures: int
+    trainer: TrainerStatus
     last_step: int | None
     loss: tuple[float, ...]
     grad_norm: tuple[float, ...]
@@ -186,8 +181,8 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
         episodes=_episodes(view, status, now_ns),
         models=_models(status, history, now_ns),
         rewards=_rewards(state, history),
-        training=_training(state, status, history, now_ns),
-        rates=_rates(history, now_ns),
+        training=_training(state, status, history),
+        rates=_window(history.seconds, now_ns // SECOND),
         aborted=_by_count(history.aborted),
         dropped=_by_count(history.dropped),
         tail=_tail(view, chosen, group),
@@ -280,7 +275,7 @@ def _curve(history: EngineHistory, name: str) -> tuple[float, ...]:
     return tuple(point.metrics[name] for point in history.steps if name in point.metrics)
 
 
-def _training(engine: EngineState, status: EngineStatus, history: EngineHistory, now_ns: int) -> TrainingSummary:
+def _training(engine: EngineState, status: EngineStatus, history: EngineHistory) -> TrainingSummary:
     metrics = history.steps[-1].metrics if history.steps else {}
     counters = engine.counters
     shown = {LOSS, GRAD_NORM, STALENESS, MERGED}
@@ -288,18 +283,12 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
     of_agents = counters.calls - counters.calls_masked
     if merged is None and of_agents:
         merged = counters.calls_merged / of_agents
-    trainer = status.trainer
     model, computed = next(reversed(history.models.items()), ("", ModelHistory()))
     is_of_clients = status.clients_take_episodes
     reported = status.rollouts[-1].metrics if status.rollouts else {}
     listed = [(name, value) for name, value in sorted(metrics.items()) if name not in shown]
     return TrainingSummary(
-        epoch=trainer.epoch,
-        step_in_flight=trainer.step_in_flight,
-        in_flight_s=seconds_between(trainer.step_since_ns, now_ns) if trainer.step_since_ns else 0.0,
-        groups=trainer.groups,
-        episodes=trainer.episodes,
-        failures=trainer.failures,
+        trainer=status.trainer,
         last_step=history.steps[-1].step if history.steps else None,
         loss=tuple(computed.losses) if is_of_clients else _curve(history, LOSS),
         grad_norm=tuple(computed.grad_norms) if is_of_clients else _curve(history, GRAD_NORM),
@@ -308,10 +297,6 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
         others=tuple((one_line(name), value) for name, value in [*reported.items(), *listed]),
         model=one_line(model) if is_of_clients else "",
     )
-
-
-def _rates(history: EngineHistory, now_ns: int) -> Rates:
-    return _window(history.seconds, now_ns // SECOND)
 
 
 def _window(seconds: Sequence[SecondCounts], now: int) -> Rates:

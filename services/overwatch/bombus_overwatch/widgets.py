@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.text import Text
 from textual.widget import Widget
 
-from bombus.figures import byte_size, duration, one_line
+from bombus.figures import byte_size, duration, one_line, seconds_between
 from bombus.hive.collection import Measure
 from bombus.hive.events import EpisodeType
 from bombus.hive.state import Phase
@@ -293,20 +293,20 @@ class TrainingPanel(Panel):
     """Shows the trainer, the step in flight, and the metrics of completed steps."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        training, rates = screen.training, screen.rates
+        training, trainer, rates = screen.training, screen.training.trainer, screen.rates
         head = Text("step ", pal.QUIET)
         if training.model:
             head = Text("newest ", pal.QUIET).append(fit_end(training.model, max(4, width - 26)), pal.TEXT)
-        elif training.step_in_flight is not None:
-            head.append(f"{training.step_in_flight}", f"bold {pal.AMBER}").append(" in flight ", pal.AMBER)
-            head.append(duration(training.in_flight_s), pal.TEXT)
-            head.append(f", {training.groups} groups", pal.QUIET)
-            if training.failures:
-                head.append(f"  failed {training.failures}×", f"bold {pal.VERMILLION}")
+        elif trainer.step_in_flight is not None:
+            head.append(f"{trainer.step_in_flight}", f"bold {pal.AMBER}").append(" in flight ", pal.AMBER)
+            head.append(duration(seconds_between(trainer.step_since_ns, screen.now_ns)), pal.TEXT)
+            head.append(f", {trainer.groups} groups", pal.QUIET)
+            if trainer.failures:
+                head.append(f"  failed {trainer.failures}×", f"bold {pal.VERMILLION}")
         else:
             head.append(str(training.last_step) if training.last_step is not None else "–", pal.TEXT)
             head.append(" is done" if training.last_step is not None else " none yet", pal.QUIET)
-        head.append(f"  trainer epoch {training.epoch}" if training.epoch else "  no trainer", pal.QUIET)
+        head.append(f"  trainer epoch {trainer.epoch}" if trainer.epoch else "  no trainer", pal.QUIET)
         room = max(4, width - 20)
         rows = [
             head,
