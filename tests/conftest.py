@@ -11,6 +11,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +19,10 @@ from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.streams import stream_configs
 from bombus.config.streams import StreamLimits
 from tests.effort import LONG
+
+if TYPE_CHECKING:
+    from bombus import AsyncSwarmClient
+    from tests.gateway.openai_hive import GatewayHive
 
 MB = 1 << 20
 SMALL_STREAMS = StreamLimits(
@@ -177,3 +182,20 @@ async def crashing(tmp_path: Path) -> AsyncIterator[tuple[EmbeddedServer, Bus]]:
             yield server, bus
     finally:
         server.stop(timeout_s=2)
+
+
+@pytest.fixture
+async def served(bus: Bus, request: pytest.FixtureRequest) -> AsyncIterator["GatewayHive"]:
+    """Yield a hive whose model is scripted, with the module's `JOB` if it has one."""
+    from tests.gateway.openai_hive import gateway_hive  # imported here: not all environments have a gateway
+
+    async with gateway_hive(bus, getattr(request.module, "JOB", None)) as served:
+        yield served
+
+
+@pytest.fixture
+async def client(served: "GatewayHive") -> AsyncIterator["AsyncSwarmClient"]:
+    from bombus import AsyncSwarmClient
+
+    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
+        yield client

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +26,6 @@ from bombus import (
     stop,
     success,
 )
-from bombus.bus import Bus
 from bombus.environments.backends.pool import BackendPool
 from bombus.environments.backends.process import SimulatorProcess
 from bombus.environments.kinds import Opening, RolloutScores, RolloutStatus, ToolCall, ToolOutcome
@@ -39,22 +38,12 @@ from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls, compl
 from tests.environments.serving.served import ServerProcess
 from tests.environments.serving.served import served as serving
 from tests.environments.test_rollout_on_a_hive import JOB, writes
-from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
+from tests.gateway.openai_hive import GatewayHive, Send, says
+
+__all__ = ["JOB"]  # of `served`
 
 TASK = Task(task_id="t1", metadata={"goal": 3})
 Broken = Callable[[], object]
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as served:
-        yield served
-
-
-@pytest.fixture
-async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
-    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
-        yield client
 
 
 class Plain:

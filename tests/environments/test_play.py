@@ -1,7 +1,6 @@
 """Several agents in one episode: roles on the log, rewards by role and by call, one end."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -9,7 +8,6 @@ import pytest
 from pydantic import BaseModel
 
 from bombus import AsyncSwarmClient, Credentials, InfraError, Task
-from bombus.bus import Bus
 from bombus.environments.budgets import RolloutBudgets
 from bombus.environments.kinds import RolloutStatus
 from bombus.environments.plain.marks import metric, reward, success
@@ -19,7 +17,7 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import decode_record
 from tests.environments.scripted import CREDENTIALS, ScriptedModel
 from tests.environments.small_environments import Counter
-from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
+from tests.gateway.openai_hive import GatewayHive, Send, says
 
 TASK = Task(task_id="t1", main_query="1+1")
 
@@ -283,12 +281,6 @@ async def test_roles_of_a_multi_model_episode_are_played_by_the_models_of_their_
 
 
 # ---- on a hive ----
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus) as served:
-        yield served
 
 
 async def test_each_call_gets_its_own_reward_although_calls_at_the_same_time_end_in_any_order(

@@ -3,13 +3,12 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from bombus import AsyncSwarmClient, Credentials, SwarmClient, Task, WorkflowOutput
-from bombus.bus import Bus
 from bombus.environments.budgets import RolloutBudgets
 from bombus.environments.kinds import RolloutStatus
 from bombus.environments.pools.blocking import EnvPool
@@ -20,7 +19,7 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import CallRecord, decode_record, unpack_tokens
 from tests.environments.serving.served import ServerProcess
 from tests.environments.small_environments import Counter
-from tests.gateway.openai_hive import TEXT, GatewayHive, Send, gateway_hive, says
+from tests.gateway.openai_hive import TEXT, GatewayHive, Send, says
 from tests.patience import until
 
 JOB: dict[str, Any] = {
@@ -41,18 +40,6 @@ TASK = Task(task_id="t1", metadata={"goal": 3})
 def writes(name: str, **arguments: Any) -> str:
     """Return a tool call as the model of these tests writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as served:
-        yield served
-
-
-@pytest.fixture
-async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
-    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
-        yield client
 
 
 async def records_of(served: GatewayHive, episode: str) -> Sequence[CallRecord]:

@@ -6,7 +6,6 @@ import httpx
 import msgspec
 import pytest
 
-from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
 from bombus.hive.records import unpack_tokens
@@ -16,7 +15,7 @@ from bombus_gateway.call.calls import AnswerHead, Calls
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.call.request import CompletionRequest, InvalidField, RequestedSampling
-from tests.gateway.openai_hive import ENGINE, Died, GatewayHive, Send, frame_of, gateway_hive, says, tokens_of
+from tests.gateway.openai_hive import ENGINE, Died, GatewayHive, Send, frame_of, says, tokens_of
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,12 +75,6 @@ class PlainEncoder:
 
     def end(self, usage: Usage) -> bytes:
         return b"|."
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus) as hive:
-        yield hive
 
 
 @pytest.fixture

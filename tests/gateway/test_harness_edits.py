@@ -5,7 +5,6 @@ Each case ended or branched a harness's run: see docs/harnesses.md.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -40,12 +39,6 @@ def call_text(city: str) -> str:
 
 
 TWO_CALLS = call_text("Paris") + "\n" + call_text("Rome")
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus) as hive:
-        yield hive
 
 
 async def two_turns(served: GatewayHive, sampled: str, echo: Any, **more: Any) -> list[CallRecord]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ from tests.gateway.openai_hive import (
 )
 
 LARGE = bytes(700 << 10)
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus) as hive:
-        yield hive
 
 
 def histories(bus: Bus, history_mb_max: int = 1) -> Histories:

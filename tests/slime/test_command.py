@@ -5,13 +5,11 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from bombus.bus import Bus
 from bombus.cli import main
 from bombus.commands.slime import job_of
 from bombus.config.flags import Parser, add_settings_arguments, settings_from
@@ -20,8 +18,10 @@ from bombus.slime.functions import load_function, make_slime_importable
 from bombus.slime.generation import load_tokenizer
 from bombus.slime.prompts import PromptSource, read_prompts
 from bombus.slime.settings import SlimeOptions
-from tests.gateway.openai_hive import FILES, GatewayHive, gateway_hive, says
+from tests.gateway.openai_hive import FILES, GatewayHive, says
 from tests.slime.test_driver import ANSWER, HOOKS, JOB, PROMPT, WRONG
+
+__all__ = ["JOB"]  # of `served`
 
 PLAYABLE = ("--prompt-data", "train.jsonl", "--hf-checkpoint", "model")
 
@@ -30,12 +30,6 @@ def typed(*words: str) -> SlimeOptions:
     parser = Parser()
     add_settings_arguments(parser, SlimeOptions)
     return settings_from(SlimeOptions, parser.parse_args([*words]))
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as served:
-        yield served
 
 
 async def test_a_rollout_is_played_from_the_command_line(served: GatewayHive, tmp_path: Path) -> None:

@@ -60,12 +60,6 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("search_turns", None)
 
 
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as served:
-        yield served
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")

@@ -8,9 +8,9 @@ import pytest
 from bombus.errors import BombusError
 from bombus.hive.failures import FailureKind
 from tests.gateway.openai_hive import GatewayHive, says
-from tests.slime.test_driver import ANSWER, HOOKS, imports, model, options_of, played, served
+from tests.slime.test_driver import ANSWER, HOOKS, JOB, imports, model, options_of, played
 
-__all__ = ["imports", "model", "served"]  # fixtures
+__all__ = ["JOB", "imports", "model"]  # the job of `served`, and fixtures
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,6 @@ def sentence_piece_files() -> dict[str, bytes]:
 
 
 @pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus) as hive:
-        yield hive
-
-
-@pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
         yield http
@@ -58,12 +52,6 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 async def relay(served: GatewayHive) -> AsyncIterator[SampleRelay]:
     async with SampleRelay(served.base_url, HookTokenizer()) as relay:
         yield relay
-
-
-@pytest.fixture
-async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
-    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
-        yield client
 
 
 @pytest.fixture

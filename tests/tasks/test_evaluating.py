@@ -70,12 +70,6 @@ async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
 
 
 @pytest.fixture
-async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
-    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
-        yield client
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "worlds_of_eval.py").write_text(WORLDS)
     (tmp_path / "tmp").mkdir()

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -37,12 +36,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 
 LENGTHS = {"max_prompt_length": 1000, "max_response_length": 900, "max_response_length_in_one_turn": 100}
 JOB: Any = {"bombus": {"model": {"path": MODEL, "tools": "hermes"}, "rollout": LENGTHS}}
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as hive:
-        yield hive
 
 
 async def answer_of(client: openai.AsyncOpenAI, streamed: bool, **body: Any) -> Response:
