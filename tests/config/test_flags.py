@@ -317,7 +317,7 @@ def test_help_comes_from_the_description_and_shows_the_default() -> None:
         "--checked, --no-checked check everything (default: True)",
         "--replica REPLICA what it is called (default: a new name)",
         "--engine ENGINE may be given several times (default: main)",
-        "--calls CALLS open at once (default: 8)",
+        "--calls N open at once (default: 8)",
         "the cache: of weights --folder FOLDER where it lies --cache-mb MB memory; 50% of it for keys (default: 64)",
     ):
         assert line in text

@@ -51,7 +51,7 @@ class GatewaySettings(GatewayOptions):
         default=5.0, ge=0, le=600, description="how long open calls may continue when the gateway is stopped"
     )
 
-    open_calls_max: Annotated[int, Flag(name="--open-calls", metavar="N")] = Field(
+    open_calls_max: Annotated[int, Flag(name="--open-calls")] = Field(
         default=4096, ge=1, le=1 << 20, description="how many model calls may be open at a time; others get a 503"
     )
     body_mb_max: Annotated[int, Flag(name="--body-mb", metavar="MB")] = Field(

@@ -86,7 +86,7 @@ class ComputeSettings(BaseModel):
         description="the longest sequence, prompt and answer; 0: the job's, or less if the cache is too small",
     )
     max_running: MaxRunning = Field(default=128, description="how many sequences are decoded at the same time")
-    max_waiting: Annotated[int, Flag(metavar="N")] = Field(
+    max_waiting: int = Field(
         default=4096, ge=1, le=1 << 20, description="how many sequences may wait to run; more are refused"
     )
     prefill_tokens_max: Annotated[int, Flag(name="--max-prefill-tokens", metavar="TOKENS")] = Field(
@@ -126,9 +126,7 @@ class VllmSettings(BaseModel):
     python: Annotated[
         Path | None, Flag(name="--vllm-python", metavar="PATH", default="the one from `bombus install vllm`")
     ] = Field(default=None, description="your own Python that has vLLM")
-    tensor_parallel: Annotated[int, Flag(metavar="N")] = Field(
-        default=1, ge=1, le=1024, description="how many GPUs share the model"
-    )
+    tensor_parallel: int = Field(default=1, ge=1, le=1024, description="how many GPUs share the model")
     eager: Eager = Field(default=False, description="do not compile: vLLM starts sooner, but decodes a fifth slower")
     gpu_memory_utilization: Annotated[float | None, Flag(metavar="SHARE", default="vLLM's own")] = Field(
         default=None, gt=0, le=1, description="fraction of each GPU's memory to use, above 0 and at most 1"
@@ -180,13 +178,15 @@ class ServerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field(default="127.0.0.1", description="where it listens")
-    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: any free port")
+    port: Annotated[int, Flag(metavar="PORT")] = Field(
+        default=0, ge=0, le=65535, description="port to listen on; 0: any free port"
+    )
     host_names: Annotated[tuple[HostName, ...], Flag(name="--host-name", metavar="NAME")] = Field(
         default=(),
         description="may be given several times: a name by which the replica is reached; requests for names other than "
         "localhost, its address, and that of --advertise-url are refused",
     )
-    requests_max: Annotated[int, Flag(name="--max-requests", metavar="N")] = Field(
+    requests_max: Annotated[int, Flag(name="--max-requests")] = Field(
         default=1024, ge=1, le=1 << 20, description="how many requests may be open at a time; others get a 503"
     )
     drain_s: Annotated[float, Flag(name="--drain-timeout", metavar="SECONDS")] = Field(

@@ -50,15 +50,13 @@ HIVE_FLAGS: Overrides = {
     "hive": Flag(metavar="NAME", help="the hive's name", default="$BOMBUS_HIVE, or main", read=name_of("hive")),
 }
 DEVICE = Flag(help="the device of trainers and replicas: cpu, cuda or cuda:N")
-THREADS = Flag(metavar="N", help="torch's threads on the CPU; 0: one for each core")
+THREADS = Flag(help="torch's threads on the CPU; 0: one for each core")
 PROCESS_FLAGS: Overrides = {
-    "gateway.count": Flag(name="--gateways", metavar="N", help="how many gateways share the port"),
-    "coordinator.count": Flag(name="--coordinators", metavar="N", help="how many coordinators, of which one leads"),
-    "inference.count": Flag(name="--replicas", metavar="N", help="how many inference replicas for each engine"),
+    "gateway.count": Flag(name="--gateways", help="how many gateways share the port"),
+    "coordinator.count": Flag(name="--coordinators", help="how many coordinators, of which one leads"),
+    "inference.count": Flag(name="--replicas", help="how many inference replicas for each engine"),
     "trainer.backend": Flag(name="--trainer-backend", help="what trains each engine"),
-    "trainer.processes": Flag(
-        name="--trainer-processes", metavar="N", help="how many trainer processes for each engine"
-    ),
+    "trainer.processes": Flag(name="--trainer-processes", help="how many trainer processes for each engine"),
     "trainer.device": DEVICE,
     "inference.device": DEVICE,
     "trainer.threads": THREADS,

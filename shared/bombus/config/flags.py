@@ -31,9 +31,10 @@ class Parser(argparse.ArgumentParser):
 class Flag:
     """Describes a field's command-line flag, where it differs from what the field itself says.
 
-    Put it into the field's annotation: `port: Annotated[int, Flag(metavar="N")] = Field(default=0, description=...)`.
+    Put it into the field's annotation: `room: Annotated[int, Flag(metavar="MB")] = Field(default=0, description=...)`.
 
     - `name` is the flag, such as `--nats`; by default the field's name with dashes. `also` is another name for it.
+    - `metavar` stands for the value in the help; by default N for a whole number, otherwise the field's name.
     - `help` replaces the field's description.
     - `default` describes the default if its value is not self-explanatory: "a new name".
     - `choices` are the values that can be typed, if the field accepts others too.
@@ -92,8 +93,8 @@ class FlagArgument:
             given |= {"action": "append", "default": None}  # argparse would append to any other default
         given |= _values(kind) if self.flag.read is None else {"type": self.flag.read}
         given |= {"choices": self.flag.choices} if self.flag.choices else {}
-        if self.flag.metavar is not None:
-            given["metavar"] = self.flag.metavar
+        if metavar := self.flag.metavar or ("N" if given.get("type") is int else None):
+            given["metavar"] = metavar
         parser.add_argument(*names, **given)
 
     def _help(self, default: object) -> str:

@@ -16,9 +16,9 @@ Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
 Threads = Annotated[int, Field(ge=0, le=1024)]
 Eager = Annotated[bool, Flag(name="--vllm-eager")]
-MaxLoras = Annotated[int, Flag(name="--vllm-max-loras", metavar="N"), Field(ge=1, le=1024)]
+MaxLoras = Annotated[int, Flag(name="--vllm-max-loras"), Field(ge=1, le=1024)]
 MaxLoraRank = Annotated[int, Flag(name="--vllm-max-lora-rank", metavar="RANK"), Field(ge=1, le=512)]  # vLLM's limit
-MaxRunning = Annotated[int, Flag(metavar="N"), Field(ge=1, le=4096)]
+MaxRunning = Annotated[int, Field(ge=1, le=4096)]
 HiveName = Annotated[str, AfterValidator(partial(check_name, what="hive"))]
 EngineName = Annotated[str, AfterValidator(partial(check_name, what="engine"))]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
@@ -40,7 +40,7 @@ class GatewayOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: Annotated[str, Flag(help="where it listens")] = "127.0.0.1"
-    port: Annotated[int, Flag(help="0: any free port")] = Field(default=10086, ge=0, le=65_535)
+    port: Annotated[int, Flag(metavar="PORT", help="0: any free port")] = Field(default=10086, ge=0, le=65_535)
     host_names: Annotated[
         tuple[HostName, ...],
         Flag(

@@ -69,29 +69,27 @@ class RolloutOptions(BaseModel):
     reward_timeout_s: Annotated[float, Flag(metavar="SECONDS")] = Field(
         default=300.0, gt=0, le=DAY_S, description="how long the reward command may take"
     )
-    turns_max: Annotated[int | None, Flag(metavar="N")] = Field(
+    turns_max: int | None = Field(
         default=None, ge=1, description="stop an agent after this many model calls (checked once a second)"
     )
-    tokens_max: Annotated[int | None, Flag(metavar="N")] = Field(
+    tokens_max: int | None = Field(
         default=None, ge=1, description="stop an agent whose calls have sampled this many tokens; checked once a second"
     )
     on_limit: Literal["reward", "abort"] = Field(
         default="reward", description="what to do with an episode whose agent was stopped at a limit"
     )
-    retries: Annotated[int, Flag(metavar="N")] = Field(
+    retries: int = Field(
         default=2, ge=0, le=100, description="how many times to replay an episode whose infrastructure failed"
     )
 
-    concurrency: Annotated[int, Flag(metavar="N")] = Field(
-        default=8, ge=1, le=1024, description="how many agents run at the same time"
-    )
-    epochs: Annotated[int | None, Flag(metavar="N", default="1, unlimited with --steps")] = Field(
+    concurrency: int = Field(default=8, ge=1, le=1024, description="how many agents run at the same time")
+    epochs: Annotated[int | None, Flag(default="1, unlimited with --steps")] = Field(
         default=None, ge=1, le=COUNT_MAX, description="how many times to go through the tasks"
     )
-    steps: Annotated[int | None, Flag(metavar="N")] = Field(
+    steps: int | None = Field(
         default=None, ge=1, le=COUNT_MAX, description="run until the trainer has made this many more steps"
     )
-    seed: Annotated[int | None, Flag(metavar="N")] = Field(
+    seed: int | None = Field(
         default=None, description="shuffle the tasks, differently in each epoch; without it they keep their order"
     )
     out: Annotated[Path | None, Flag(metavar="DIR")] = Field(

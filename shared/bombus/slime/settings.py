@@ -75,41 +75,39 @@ class SlimeOptions(BaseModel):
         default="{}", description="extra arguments for the chat template"
     )
     rollout_shuffle: bool = Field(default=False, description="draw prompts in a random order")
-    rollout_seed: Annotated[int, Flag(metavar="N")] = Field(default=42, ge=0, description="the seed of that order")
-    num_rollout: Annotated[int | None, Flag(metavar="N", default="as many as the epochs need")] = Field(
+    rollout_seed: int = Field(default=42, ge=0, description="the seed of that order")
+    num_rollout: Annotated[int | None, Flag(default="as many as the epochs need")] = Field(
         default=None, ge=1, le=10_000_000, description="how many rollouts are made"
     )
-    num_epoch: Annotated[int, Flag(metavar="N")] = Field(
+    num_epoch: int = Field(
         default=1, ge=1, le=100_000, description="how many times all prompts are played, without --num-rollout"
     )
-    rollout_batch_size: Annotated[int, Flag(metavar="N")] = Field(
-        default=32, ge=1, le=65_536, description="how many prompts a rollout has"
-    )
-    n_samples_per_prompt: Annotated[int, Flag(metavar="N")] = Field(
+    rollout_batch_size: int = Field(default=32, ge=1, le=65_536, description="how many prompts a rollout has")
+    n_samples_per_prompt: int = Field(
         default=4, ge=1, le=1024, description="how many samples of each prompt to compare with each other"
     )
-    over_sampling_batch_size: Annotated[int | None, Flag(metavar="N", default="as many as a rollout has")] = Field(
+    over_sampling_batch_size: Annotated[int | None, Flag(default="as many as a rollout has")] = Field(
         default=None, ge=1, le=65_536, description="how many prompts are begun at a time"
     )
-    rollout_max_response_len: Annotated[int, Flag(metavar="N")] = Field(
+    rollout_max_response_len: int = Field(
         default=8192, ge=1, le=10_000_000, description="how many tokens an answer may have"
     )
-    rollout_max_context_len: Annotated[int | None, Flag(metavar="N")] = Field(
+    rollout_max_context_len: int | None = Field(
         default=None, ge=1, le=10_000_000, description="how many tokens a conversation may have, if hook files read it"
     )
-    max_tokens_per_gpu: Annotated[int | None, Flag(metavar="N")] = Field(
+    max_tokens_per_gpu: int | None = Field(
         default=None, ge=1, le=10_000_000, description="the same, for hook files that read this argument instead"
     )
     rollout_temperature: Annotated[float, Flag(metavar="T")] = Field(
         default=1.0, ge=0, le=100, description="the temperature of sampling"
     )
     rollout_top_p: Annotated[float, Flag(metavar="P")] = Field(default=1.0, gt=0, le=1, description="top_p")
-    rollout_top_k: Annotated[int, Flag(metavar="N")] = Field(default=-1, ge=-1, description="top_k, -1 for all")
+    rollout_top_k: int = Field(default=-1, ge=-1, description="top_k, -1 for all")
     rollout_stop: Annotated[tuple[str, ...], Flag(metavar="TEXT")] = Field(
         default=(), description="a text at which an answer ends; may be given several times"
     )
     rollout_skip_special_tokens: bool = Field(default=False, description="leave special tokens out of texts")
-    sglang_server_concurrency: Annotated[int, Flag(metavar="N")] = Field(
+    sglang_server_concurrency: int = Field(
         default=512, ge=1, le=65_536, description="how many samples run at the same time"
     )
     custom_generate_function_path: FunctionPath = Field(default=None, description="generate(args, sample, params)")

@@ -43,14 +43,14 @@ class EvalOptions(PlayOptions):
     env: Annotated[str, Flag(metavar="MODULE:CLASS", default="none")] = Field(
         default="", description="the environment class that plays the tasks of a file"
     )
-    claim: Annotated[int, Flag(metavar="N")] = Field(
+    claim: int = Field(
         default=64,
         ge=1,
         le=1024,
         description="how many episodes are claimed together, and so play one version; training waits for them. At most "
         "the job's rollout.max_env_worker",
     )
-    every: Annotated[int | None, Flag(metavar="N", default="once")] = Field(
+    every: Annotated[int | None, Flag(default="once")] = Field(
         default=None,
         ge=1,
         le=1_000_000,

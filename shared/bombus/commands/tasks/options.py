@@ -26,22 +26,18 @@ class PlayOptions(BaseModel):
     engine: Annotated[str, Flag(declared_elsewhere=True)]
     split: TaskSplit
     n: Annotated[int, Flag(declared_elsewhere=True)] = Field(default=8, ge=1, le=SIZE_MAX)
-    repeat: Annotated[int, Flag(metavar="N")] = Field(
-        default=1, ge=1, le=4096, description="how many episodes to play of each task"
-    )
-    seed: Annotated[int, Flag(metavar="N")] = Field(default=0, ge=0, le=999, description="which tasks are drawn")
+    repeat: int = Field(default=1, ge=1, le=4096, description="how many episodes to play of each task")
+    seed: int = Field(default=0, ge=0, le=999, description="which tasks are drawn")
     temperature: Annotated[float | None, Flag(metavar="T", default="the server's")] = Field(
         default=None, ge=0, le=10, description="the temperature of sampling"
     )
-    turns_max: Annotated[int | None, Flag(metavar="N", default="that of the tasks")] = Field(
+    turns_max: Annotated[int | None, Flag(default="that of the tasks")] = Field(
         default=None, ge=1, le=10_000, description="how many answers the model may give in an episode"
     )
-    tokens_max: Annotated[int | None, Flag(metavar="N", default="that of the tasks")] = Field(
+    tokens_max: Annotated[int | None, Flag(default="that of the tasks")] = Field(
         default=None, ge=2, le=10_000_000, description="how many tokens a conversation may have"
     )
-    at_once: Annotated[int, Flag(metavar="N")] = Field(
-        default=8, ge=1, le=1024, description="how many episodes run at the same time"
-    )
+    at_once: int = Field(default=8, ge=1, le=1024, description="how many episodes run at the same time")
     option: Annotated[tuple[str, ...], Flag(name="--set", metavar="NAME=VALUE")] = Field(
         default=(), description="an option for the tasks that have it; may be given several times"
     )
