@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -68,9 +67,7 @@ class Versions:
         self._subscription = await self._bus.client.subscribe(subject, cb=self._on_request)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._bus.is_connected:
             await self._subscription.unsubscribe()
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import msgspec
@@ -143,7 +142,7 @@ class TensorFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     @property

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from bombus.environments.backends.kinds import Backend
@@ -62,9 +61,7 @@ class BackendPool:
             raise failed[0]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def counts(self) -> dict[str, int]:

@@ -7,7 +7,6 @@ import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from bombus.environments.kinds import (
@@ -128,9 +127,7 @@ class AsyncEnvPool:
     async def __aenter__(self) -> Self:
         return await self.connect()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _opened_unless_closed(self) -> list[EnvSession]:

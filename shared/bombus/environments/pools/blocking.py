@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from bombus.environments.kinds import (
@@ -280,9 +279,7 @@ class EnvPool:
     def __enter__(self) -> Self:
         return self.connect()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run_group(

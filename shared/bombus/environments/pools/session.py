@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -168,9 +167,7 @@ class EnvSession:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # ---- messages -------------------------------------------------------------------------------------------------
