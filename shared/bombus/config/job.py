@@ -343,7 +343,7 @@ def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
         name = _name(ours, names)
         field = _field(ours)
         if problem["type"] == "extra_forbidden":
-            meant = nearest(ours, _all_paths())
+            meant = nearest(ours, [f"{group}.{field}" for group in GROUPS for field in _group(group).model_fields])
             sentences.append(f"{name} is unknown" + (f"; did you mean bombus.{meant}?" if meant else ""))
         elif field is None:
             sentences.append(f"{name}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": "))
@@ -359,10 +359,6 @@ def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
 def _name(ours: str, names: Mapping[str, str]) -> str:
     """Return the document's name for one of our paths."""
     return names.get(ours, f"bombus.{ours}" if ours else "")
-
-
-def _all_paths() -> list[str]:
-    return [f"{group}.{field}" for group in GROUPS for field in _group(group).model_fields]
 
 
 def _group(name: str) -> type[ConfigGroup]:

@@ -6,7 +6,6 @@ left to `scored_data`, which reports where an error is. If simdjson is not insta
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -98,13 +97,9 @@ def _arrays(given: dict[str, Any]) -> PlainGroup:
         ref_logprobs=packed.get("ref_logprobs"),
         inference_logprobs=packed.get("inference_logprobs"),
         environment=environment,
-        lists=3 + 2 * len(lengths) + _lists_of(rows.values()),
+        lists=3 + 2 * len(lengths) + sum(1 + len(each) for each in rows.values()),
         has_texts=any(name in given for name in TEXTS),
     )
-
-
-def _lists_of(rows: Iterable[list[int]]) -> int:
-    return sum(1 + len(each) for each in rows)
 
 
 def _ints(rows: Any, count: int, least: int) -> bytes:

@@ -35,7 +35,7 @@ def kill_session_answer(dialect: TrainingDialect, model: str, result: ModelEnded
     """Return xorl's direct answer to `kill_session`."""
     if isinstance(result, Failed):
         return {"success": False, "message": result.error}
-    path = _uri(dialect, model, result.saved) if result.saved else None
+    path = CheckpointPath(model, result.saved.checkpoint, result.saved.name).uri(dialect) if result.saved else None
     return {"success": True, "message": f"The session of {model} has ended.", "checkpoint_path": path}
 
 
@@ -90,7 +90,3 @@ def _saved(dialect: TrainingDialect, submission: Submission, saved: CheckpointSa
     if submission.sampling_session:
         return answer | {"sampling_session_id": submission.sampling_session}
     return answer | {"path": path.uri(dialect), "model_path": path.id}
-
-
-def _uri(dialect: TrainingDialect, model: str, saved: CheckpointSaved) -> str:
-    return CheckpointPath(model, saved.checkpoint, saved.name).uri(dialect)

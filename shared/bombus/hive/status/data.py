@@ -9,7 +9,7 @@ from bombus.hive.describe import why_quarantined
 from bombus.hive.operations.state import ClientModel
 from bombus.hive.pacing import pace
 from bombus.hive.rollouts import RolloutFigures
-from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, Replica, engine_of
+from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, engine_of
 from bombus.hive.status.detail import detail_of, disagreement_of, lost_text, no_trainer, noting, silence_of
 from bombus.hive.status.rows import (
     DataSetStatus,
@@ -92,10 +92,6 @@ def _trainer(engine: EngineState, now_ns: int) -> TrainerStatus:
     )
 
 
-def _quarantine(replica: Replica) -> str:
-    return "" if replica.quarantined is None else why_quarantined(replica.quarantined)
-
-
 def _last_step(engine: EngineState) -> StepStatus | None:
     """Return the newest step that this run made itself, not the step of an earlier run at which it began."""
     done = engine.step_done
@@ -116,7 +112,7 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
             current=name in engine.loaded,
             sequence_tokens=replica.sequence_tokens,
             constrains=replica.constrains,
-            quarantined=_quarantine(replica),
+            quarantined="" if replica.quarantined is None else why_quarantined(replica.quarantined),
             canary=replica.canary,
             unchecked=has_canary and name in engine.loaded and replica.canary is None,
         )

@@ -68,14 +68,6 @@ def _only_bucket(name: str) -> StateCheck:
     return StateCheck("s3api list-buckets --query Buckets[].[Name,BucketRegion]", [[name, "us-east-1"]])
 
 
-def _only_parameter(name: str) -> StateCheck:
-    return StateCheck("ssm describe-parameters --query Parameters[].Name", [name])
-
-
-def _only_secret(name: str) -> StateCheck:
-    return StateCheck("secretsmanager list-secrets --query SecretList[].Name", [name])
-
-
 def _only_queue(name: str) -> StateCheck:
     return StateCheck(
         f"sqs list-queues --query \"[length(QueueUrls),length(QueueUrls[?ends_with(@,'/{name}')])]\"", [1, 1]
@@ -140,7 +132,7 @@ TASKS = (
             StateCheck(
                 "ssm get-parameter --name /app/color --query Parameter.[Type,Value]",
                 ["String", "blue"],
-                alone=_only_parameter("/app/color"),
+                alone=StateCheck("ssm describe-parameters --query Parameters[].Name", ["/app/color"]),
             ),
         ),
     ),
@@ -167,7 +159,7 @@ TASKS = (
             StateCheck(
                 "secretsmanager get-secret-value --secret-id db-password --query SecretString",
                 "s3same",
-                alone=_only_secret("db-password"),
+                alone=StateCheck("secretsmanager list-secrets --query SecretList[].Name", ["db-password"]),
             ),
         ),
     ),

@@ -84,7 +84,7 @@ class SearchEngine:
         query = " ".join(query.split())
         if (known := self.cache.get(query)) is not None:
             return known
-        lane = self._lane()
+        lane = self._lanes.setdefault(asyncio.get_running_loop(), _Lane(self._at_once))
         future = lane.running.get(query) or lane.waiting.get(query)
         if future is None:
             future = asyncio.get_running_loop().create_future()
@@ -96,9 +96,6 @@ class SearchEngine:
     def figures(self) -> Mapping[str, float]:
         asked = self.cache.hits + self.cache.misses
         return {"searches": asked, "cache_hit_rate": self.cache.hit_rate, "batches": self.batches} if asked else {}
-
-    def _lane(self) -> _Lane:
-        return self._lanes.setdefault(asyncio.get_running_loop(), _Lane(self._at_once))
 
     def _begin_flush(self, lane: _Lane) -> None:
         task = asyncio.get_running_loop().create_task(self._flush(lane))

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -146,7 +146,7 @@ class PolicyModel:
             },
             self.device,
         )
-        with self._precision():
+        with torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext():
             hidden_1TH = model.get_decoder()(
                 input_ids=moved["tokens"][None],
                 position_ids=moved["positions"][None],
@@ -176,9 +176,6 @@ class PolicyModel:
     @property
     def peak_flops(self) -> float | None:
         return peak_of(self.device)
-
-    def _precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
     def disagreement(self, limit: int) -> Disagreement:
         """Compare logprobs from a tree of two branches with transformers' own forward pass of each branch.
