@@ -288,7 +288,6 @@ def test_no_backend_of_a_replica_imports_another() -> None:
 # command lines of the processes that a host starts.
 TABLES_THAT_NAME_SERVICES = {
     "cli.py": "the commands",
-    "commands/replay.py": "the subcommands of `bombus replay`",
     "config/cluster.py": "the sentence that names the launcher",
     "host/layout.py": "the command line of a trainer's ranks",
     "host/doctor_model.py": "the checks of a model, which are the services' own",

@@ -23,11 +23,29 @@ URL_FILE = Path(".bombus/nats-url")  # the address of the bus, in the data folde
 
 
 class Command(msgspec.Struct, frozen=True):
+    """A command, which is defined in a module next to the code that it runs, or which consists of `subcommands`."""
+
     module: str
     help: str
     extra: str
+    subcommands: dict[str, "Command"] = {}
 
 
+ENV = {
+    "validate": Command("bombus.commands.validate", "check a class before training on it", "yaml"),
+    "serve": Command("bombus.environments.serving.command", "serve a class to remote agents", "environments-server"),
+}
+REPLAY = {
+    "timeline": Command("bombus.replay.timeline", "what happened, one line for each event", "server"),
+    "episodes": Command("bombus.replay.episodes", "the ended episodes, sorted by their rewards", "server"),
+    "state": Command("bombus.replay.state", "what the hive was doing at a position of its log", "server"),
+    "diff": Command("bombus.replay.diff", "what changed between two positions", "server"),
+    "episode": Command("bombus.replay.episode.command", "an episode in readable form, token by token", "server"),
+    "lineage": Command("bombus.replay.lineage", "what a weights version was made of", "server"),
+    "batch": Command("bombus_trainer.replay.batch", "write the samples of a step to a file", "trainer"),
+    "train": Command("bombus_trainer.replay.train", "train a step again from the log, without inference", "trainer"),
+    "what-if": Command("bombus_coordinator.what_if", "batch the same episodes under other rules", "coordinator"),
+}
 COMMANDS = {
     "up": Command("bombus.commands.up", "start a whole hive on this machine", "all"),
     "demo": Command("bombus.commands.demo", "train a small model through a hive and watch it learn", "demo"),
@@ -37,7 +55,7 @@ COMMANDS = {
     "run": Command("bombus.commands.tasks.run", "play ready tasks against any model, and score them", "yaml"),
     "slime": Command("bombus.commands.slime", "play prompts with slime's hook files, unmodified", "yaml"),
     "eval": Command("bombus.commands.tasks.evaluate", "evaluate the policy that a hive trains", "yaml"),
-    "env": Command("bombus.commands.environments.env", "check or serve environments for agents", "yaml"),
+    "env": Command("", "check or serve environments for agents", "yaml", ENV),
     "run-api": Command("bombus.commands.atropos.run_api", "serve Atropos's trajectory API on port 8000", "all"),
     "atropos": Command("bombus.commands.atropos.settings", "print the settings to use a hive in Atropos", "yaml"),
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
@@ -49,7 +67,7 @@ COMMANDS = {
     "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
     "diagnose": Command("bombus.commands.diagnose", "say what is wrong with a run's learning", "server"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
-    "replay": Command("bombus.commands.replay", "inspect a hive's log: what happened, and why", "server"),
+    "replay": Command("", "inspect a hive's log: what happened, and why", "server", REPLAY),
     "audit": Command("bombus.commands.audit", "account for every sampled token of a hive's log", "server"),
     "log": Command("bombus.commands.log", "check, trim or export a hive's log", "server"),
     "coordinator": Command("bombus_coordinator.cli", "run the coordinator alone", "coordinator"),
@@ -133,14 +151,13 @@ def add_log_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_engine_argument(parser: argparse.ArgumentParser, help: str) -> None:
+    help = f"{help} (default: %(default)s)"
+    parser.add_argument("--engine", type=name_of("engine"), metavar="NAME", default="main", help=help)
+
+
 def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--engine",
-        type=name_of("engine"),
-        metavar="NAME",
-        default="main",
-        help="the engine it works for (default: %(default)s)",
-    )
+    add_engine_argument(parser, "the engine it works for")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument(
         "--threads",
@@ -149,16 +166,6 @@ def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="torch's threads on the CPU; 0: one for each core (default: %(default)s)",
     )
-
-
-def add_subcommands(parser: argparse.ArgumentParser, command: str, subcommands: Mapping[str, Command]) -> None:
-    """Make a command accept subcommands, each with its own arguments, and list them all in the help."""
-    parser.add_argument("subcommand", choices=subcommands, metavar="subcommand")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help=f"for the subcommand; see `bombus {command} <subcommand> --help`"
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "subcommands:\n" + "\n".join(f"  {name:<9} {what.help}" for name, what in subcommands.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,8 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
     """Import a command and run it with its own arguments. Return the exit code."""
     try:
-        module: CommandModule = load(command.module, command.extra)
         parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
+        if command.subcommands:
+            arguments = _choice_of(parser, command.subcommands).parse_args(given)
+            chosen = command.subcommands[arguments.subcommand]
+            return run_command(f"{prog} {arguments.subcommand}", chosen, arguments.arguments)
+        module: CommandModule = load(command.module, command.extra)
         module.add_arguments(parser)
         code = module.run(parser.parse_args(given))
         sys.stdout.flush()
@@ -207,3 +218,14 @@ def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _choice_of(parser: Parser, subcommands: Mapping[str, Command]) -> Parser:
+    """Let a parser accept subcommands, each with its own arguments, and list them all in its help."""
+    parser.add_argument("subcommand", choices=subcommands, metavar="subcommand")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help=f"for the subcommand; see `{parser.prog} <subcommand> --help`"
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "subcommands:\n" + "\n".join(f"  {name:<9} {what.help}" for name, what in subcommands.items())
+    return parser

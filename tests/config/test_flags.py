@@ -12,8 +12,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field, model_validator
 
-from bombus.cli import COMMANDS, main
-from bombus.commands.replay import SUBCOMMANDS
+from bombus.cli import COMMANDS, ENV, REPLAY, main
 from bombus.config.flags import Flag, NoFlag, Parser, add_settings_arguments, name_of, settings_from, typed_flags
 from bombus.errors import Refused
 from bombus_trainer import launcher, ray_ranks, worker
@@ -212,7 +211,9 @@ def test_ranks_on_ray_say_how_to_get_ray(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def parsers() -> Iterator[argparse.ArgumentParser]:
-    for name, command in (COMMANDS | SUBCOMMANDS).items():
+    for name, command in {**COMMANDS, **ENV, **REPLAY}.items():
+        if command.subcommands:
+            continue
         parser = argparse.ArgumentParser(prog=name)
         importlib.import_module(command.module).add_arguments(parser)
         yield parser

@@ -16,7 +16,7 @@ from bombus import logs
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.bus_address import VARIABLE, has_login
-from bombus.cli import URL_FILE
+from bombus.cli import URL_FILE, add_engine_argument
 from bombus.commands.deployment import (
     TRAINER_FLAGS,
     check_counts,
@@ -117,9 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder below which jobs may write debug rollout data (default: only below the folder of their run)",
     )
-    parser.add_argument(
-        "--engine", type=name_of("engine"), default="main", help="the engine to train (default: %(default)s)"
-    )
+    add_engine_argument(parser, "the engine to train")
     add_overrides(parser, HIVE_FLAGS)
     add_key_arguments(parser)
 

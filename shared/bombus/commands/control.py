@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from bombus.bus import Bus
 from bombus.bus.follow import fold
-from bombus.cli import add_hive_arguments, hint_at_bus
-from bombus.config.flags import name_of
+from bombus.cli import add_engine_argument, add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError, Code, Refused
 from bombus.hive.state import EngineState
 from bombus.terminal import complain, say
@@ -17,13 +16,7 @@ Act = Callable[[Bus, EngineState], Awaitable[str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "--engine",
-        type=name_of("engine"),
-        default="main",
-        metavar="NAME",
-        help=f"the engine to {what} (default: %(default)s)",
-    )
+    add_engine_argument(parser, f"the engine to {what}")
     add_hive_arguments(parser)
 
 

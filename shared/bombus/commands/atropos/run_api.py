@@ -7,10 +7,10 @@ import argparse
 import os
 
 from bombus import logs
-from bombus.cli import add_log_argument
+from bombus.cli import add_engine_argument, add_log_argument
 from bombus.commands.deployment import HIVE_FLAGS, PROCESS_FLAGS, check_counts
 from bombus.config.cluster import Cluster, validated_cluster
-from bombus.config.flags import Flag, name_of
+from bombus.config.flags import Flag
 from bombus.config.overrides import STREAM_FLAGS, Overrides, add_overrides, typed_overrides
 from bombus.host.layout import Layout, services
 from bombus.host.supervisor import Supervisor
@@ -37,9 +37,7 @@ COUNT: Overrides = {"gateway.count": PROCESS_FLAGS["gateway.count"]}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser, FLAGS)
-    parser.add_argument(
-        "--engine", type=name_of("engine"), metavar="NAME", default="main", help="its engine (default: %(default)s)"
-    )
+    add_engine_argument(parser, "its engine")
     add_overrides(parser, COUNT)
     parser.add_argument("--dry-run", action="store_true", help="print all processes' commands without starting them")
     add_overrides(parser, STREAM_FLAGS)

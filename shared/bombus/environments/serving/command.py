@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=name_of("hive"),
         metavar="NAME",
         default=os.environ.get("BOMBUS_HIVE", "main"),
-        help="the hive on that bus",
+        help="the hive on that bus (default: %(default)s)",
     )
     add_log_argument(parser)
 

@@ -1,1 +1,0 @@
-"""`bombus env` and its subcommands."""
