@@ -1,6 +1,7 @@
 """The OpenAI API, called by OpenAI's own SDK."""
 
 import asyncio
+import gc
 import json
 import re
 from collections.abc import AsyncIterator
@@ -99,6 +100,29 @@ async def test_a_stream_has_the_text_in_pieces_and_then_the_usage(served: Gatewa
     (record,) = await served.records(episode, 1)
     assert chunks[-1].usage.completion_tokens == record.completion_tokens()
     assert served.replica.requests[0].stream is True
+
+
+async def test_an_answered_call_leaves_nothing_to_the_garbage_collector(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    chats = served.client(key).chat.completions
+    served.replica.scripts.append(says("hello"))
+    await chats.create(model=MODEL, messages=USER)  # loads the tokenizer and the template
+    gc.collect()
+    gc.disable()
+    try:
+        for said in ("the weather is fine", f"hello\n{CALL}"):
+            served.replica.scripts += [says(said), says(said, portion=1)]
+            await chats.create(model=MODEL, messages=USER, tools=TOOLS)
+            async for _ in await chats.create(model=MODEL, messages=USER, tools=TOOLS, stream=True):
+                pass
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = {type(each).__qualname__ for each in gc.garbage if type(each).__module__.startswith("bombus_gateway")}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left
 
 
 async def test_six_turns_with_tools_are_one_chain_of_records(served: GatewayHive) -> None:

@@ -24,7 +24,7 @@ class RequestAttempt(msgspec.Struct, eq=False):
     been sent."""
 
     retry: int
-    ended: asyncio.Event
+    ended: asyncio.Future[None]
     call: str = ""
     ref: CallRef | None = None  # the record of its answer
     sent: bool = False
@@ -36,7 +36,7 @@ class RequestAttempt(msgspec.Struct, eq=False):
         An unsent answer comes first, then a refusal, then a sent answer, which may have been lost in transit. A call in
         progress comes last, as its client is still waiting.
         """
-        if not self.ended.is_set():
+        if not self.ended.done():
             return 3
         if self.ref is None:
             return 1
@@ -50,8 +50,8 @@ class RequestAttempts:
         self._of: dict[tuple[str, bytes], list[RequestAttempt]] = {}
 
     def begin(self, request: CallRequest) -> RequestAttempt:
-        """Remember an attempt. The attempt is in progress until its `ended` is set."""
-        return self._add(request, RequestAttempt(request.retry, asyncio.Event()))
+        """Remember an attempt. The attempt is in progress until its `ended` is done."""
+        return self._add(request, RequestAttempt(request.retry, _future()))
 
     def repeated(self, request: CallRequest, is_continued: Callable[[CallRef], bool]) -> RequestAttempt | None:
         """Return the attempt that a retry repeats, renumbered as this retry, or None if no such attempt is known.
@@ -73,8 +73,8 @@ class RequestAttempts:
         ref = next((ref for ref in reversed(answers) if ref not in known), None)
         if ref is None:
             return None
-        attempt = self._add(request, RequestAttempt(request.retry, asyncio.Event(), ref.id, ref))
-        attempt.ended.set()
+        attempt = self._add(request, RequestAttempt(request.retry, _future(), ref.id, ref))
+        attempt.ended.set_result(None)
         return attempt
 
     def forget(self, request: CallRequest, attempt: RequestAttempt) -> None:
@@ -87,7 +87,7 @@ class RequestAttempts:
         attempts = self._of.setdefault(request.key, [])
         attempts.append(attempt)
         if len(attempts) > ATTEMPTS_MAX:  # attempts in progress stay: their clients may hang up and retry
-            over = next((each for each in attempts if each.ended.is_set()), None)
+            over = next((each for each in attempts if each.ended.done()), None)
             if over is not None:
                 attempts.remove(over)
         trim(self._of, REQUESTS_MAX)
@@ -96,3 +96,7 @@ class RequestAttempts:
 
 def _rank(attempt: RequestAttempt) -> int:
     return attempt.rank
+
+
+def _future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()

@@ -161,7 +161,7 @@ class Calls:
             finally:
                 call.close()
         finally:
-            attempt.ended.set()
+            attempt.ended.set_result(None)
 
     async def prompt_tokens(self, request: CallRequest) -> int:
         """Return how many tokens a call's prompt would have. Nothing is sampled or recorded. Raises `Refused` if the
@@ -211,7 +211,7 @@ class Calls:
         attempt = self.attempts.repeated(request, conversation.is_call_continued)
         if attempt is None:
             return await self._answered_elsewhere(request)
-        await attempt.ended.wait()
+        await asyncio.shield(attempt.ended)  # other retries wait for it too
         unacknowledged = self.unacknowledged.get(attempt.call)
         if unacknowledged is not None:
             await unacknowledged.notify()

@@ -18,7 +18,7 @@ _OVERHEAD_BYTES = 1500  # size of the objects of a message or an answer, besides
 WALKS = 4  # maximum number of remembered requests, so that this many agents in an episode can alternate
 
 
-class Node(msgspec.Struct, frozen=True, eq=False):
+class Node(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A conversation that ends with a sampled message, stored as its difference from the conversation it continues
     (`parent`).
 

@@ -46,7 +46,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     admin: bool = False
 
 
-class NotedCall(msgspec.Struct, frozen=True, array_like=True):
+class NotedCall(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A recorded call. `oldest` and `newest` are the oldest and newest policy versions among its sampled tokens.
 
     For recorded samples of a training client, `episode` is "", and `holder` names the share that they count toward.

@@ -1,8 +1,8 @@
 """Reads a turn as it arrives: text, reasoning between marks, and calls between marks."""
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 from bombus_gateway import limits
@@ -14,6 +14,7 @@ from bombus_gateway.text.reading.values import Schemas, schemas_of
 _SPACE = re.compile(r"\s*")
 _BETWEEN_CALLS = re.compile(r"[\s;,]*")
 _NEVER = re.compile(r"(?!)")
+_NO_BODY = BodyEnd(BodyForm())
 
 
 @lru_cache(256)
@@ -42,8 +43,8 @@ class TurnReader:
     ) -> None:
         self._syntax = syntax
         self._thinking = thinking
-        self._schemas: Schemas = cache(partial(schemas_of, tools))
-        self._frames = frozenset(frames)
+        self._tools = tools
+        self._frames = frames
         around_reasoning = (thinking.open, thinking.close) if thinking else ()
         self._lead = lead
         self._marks = (*(syntax.opens if syntax else ()), *around_reasoning, *frames, *((lead,) if lead else ()))
@@ -53,14 +54,17 @@ class TurnReader:
         self._opened = ""
         self._body: list[str] = []
         self._body_syntax: CallSyntax | None = None
-        self._end = BodyEnd(BodyForm())
+        self._end = _NO_BODY
         self._calls = 0
         self._at_start = True  # whether a call without a mark may begin here
         self._said_text = False
         self._thought = False
         self._thought_space: list[str] = []
         self._after: Thinking | CallSyntax | None = None  # the reasoning or call that ended since the last text
-        self._take = self._take_reasoning if inside_reasoning and thinking else self._take_text
+        # A method of the class: a reader with a bound method refers to itself, so only the garbage collector frees it.
+        self._take: Callable[[TurnReader, str, int, list[Delta]], int] = (
+            TurnReader._take_reasoning if inside_reasoning and thinking else TurnReader._take_text
+        )
 
     def feed(self, text: str) -> list[Delta]:
         """Read new text. Return the deltas that can no longer change."""
@@ -69,8 +73,8 @@ class TurnReader:
         at = 0
         while True:
             before = self._take
-            end = self._take(text, at, out)
-            if end == at and self._take == before:
+            end = before(self, text, at, out)
+            if end == at and self._take is before:
                 break
             at = end
         self._rest = text[at:]
@@ -80,9 +84,9 @@ class TurnReader:
         """End the turn. Return the deltas that were held back."""
         out: list[Delta] = []
         rest, self._rest = self._rest, ""
-        if self._take == self._take_call:
+        if self._take is TurnReader._take_call:
             self._end_call(rest, out, self._body_syntax is not None and self._body_syntax.ends_with_turn)
-        elif self._take == self._take_reasoning:
+        elif self._take is TurnReader._take_reasoning:
             self._say_reasoning(rest, out)
             self._end_reasoning()
         else:
@@ -145,7 +149,7 @@ class TurnReader:
         if not self._said_text:
             self._held = []
         self._thought = False
-        self._take = self._take_reasoning
+        self._take = TurnReader._take_reasoning
 
     def _close_unopened(self, out: list[Delta]) -> None:
         if self._said_text or self._after is not None:
@@ -177,13 +181,17 @@ class TurnReader:
         self._thought_space = []
         self._after = self._thinking
         self._at_start = True
-        self._take = self._take_text
+        self._take = TurnReader._take_text
 
     # ---- calls ----
 
+    @cached_property
+    def _schemas(self) -> Schemas:
+        return cache(partial(schemas_of, self._tools))
+
     def _begin_call(self, mark: str, syntax: CallSyntax) -> None:
         self._opened, self._body, self._body_syntax, self._end = mark, [], syntax, BodyEnd(syntax.form)
-        self._take = self._take_call
+        self._take = TurnReader._take_call
 
     def _take_call(self, text: str, at: int, out: list[Delta]) -> int:
         end, ended = self._end.take(text, at)
@@ -195,7 +203,7 @@ class TurnReader:
     def _end_call(self, rest: str, out: list[Delta], complete: bool) -> None:
         body = "".join([*self._body, rest])
         self._body = []
-        self._take = self._take_text
+        self._take = TurnReader._take_text
         calls = self._read(body) if complete else []
         if not calls or self._calls + len(calls) > limits.CALLS_IN_ANSWER:
             self._say(self._opened + body, out)
