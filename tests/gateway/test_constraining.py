@@ -1,10 +1,10 @@
 """What a client demands of an answer becomes the form that an engine can hold it to, in the words of its model."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bombus.config.documents import parse_job
 from bombus.config.job import RolloutConfig

@@ -6,6 +6,7 @@ begins a branch.
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -40,8 +41,8 @@ class Log:
         """Note that `message` was sampled after `messages`, and return the conversation with it."""
         before = self.follow(messages).digests[-1]
         self._count += 1
-        made = Answer(message, self.sampled.digest_with(before, message), reasoning_digest(message), self._count)
-        self.sampled.add(before, made)
+        count, reasoning = self._count, reasoning_digest(message)
+        self.sampled.add(before, message, lambda digest: Answer(message, digest, reasoning, count))
         return [*messages, message]
 
     def follow(self, messages: Sequence[ChatMessage], *stops: str) -> Followed[Answer]:
@@ -282,10 +283,10 @@ def test_the_messages_of_the_harness_itself_stay_as_they_are() -> None:
 class Read:
     """An answer that counts how often it is read."""
 
-    def __init__(self, before: bytes, message: ChatMessage, reads: list[int]) -> None:
+    def __init__(self, message: ChatMessage, reads: list[int], digest: bytes) -> None:
         self._message, self._reads = message, reads
         self.name = ("call", id(self))
-        self.digest, self.reasoning = next_digest(before, message), b""
+        self.digest, self.reasoning = digest, b""
 
     @property
     def message(self) -> ChatMessage:
@@ -301,7 +302,7 @@ class Reads:
         self.sampled = Answers[Read]()
         before = next_digest(b"", *ASKED)
         for answer in answers:
-            self.sampled.add(before, Read(before, answer, self.reads))
+            self.sampled.add(before, answer, partial(Read, answer, self.reads))
         self.reads[0] = 0
 
     def is_continued(self, answer: Read) -> bool:

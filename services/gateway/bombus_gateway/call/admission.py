@@ -1,7 +1,6 @@
 """Checks that a call may be made: its episode is open, the log has room, and the job allows what the call requests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -31,8 +30,7 @@ _SET_BY_JOB = "the job's model.chat_template_kwargs says how much the model thin
 _SET_BY_REQUEST = "the request's own chat_template_kwargs say how much the model thinks"
 
 
-@dataclass(frozen=True)
-class Admitted:
+class Admitted(msgspec.Struct, frozen=True):
     """An admitted call's engine, the engine's job, the job's text model, and the call's open episode.
 
     `constrains` is true if the request asks for structured output and a replica of the engine supports that. In a run

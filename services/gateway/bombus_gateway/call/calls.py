@@ -65,8 +65,7 @@ class HungUp(BombusError):
     """Raised when the client has closed its connection."""
 
 
-@dataclass(frozen=True)
-class AnswerHead:
+class AnswerHead(msgspec.Struct, frozen=True):
     """What is known about an answer before its first token.
 
     `id` is the call's id, `prompt` the prompt's tokens (int32), `choices` the number of choices, and `overridden` names
@@ -86,8 +85,7 @@ class AnswerHead:
         return len(self.prompt) // 4
 
 
-@dataclass(frozen=True)
-class RecordedAnswer:
+class RecordedAnswer(msgspec.Struct, frozen=True):
     """The answer to an earlier attempt at a request. `deltas` contains the deltas of each completion, in order."""
 
     attempt: RequestAttempt

@@ -2,7 +2,6 @@
 be, and how the answer is sampled."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,8 +37,7 @@ _LISTED = "this model writes several calls as one list, which cannot end after i
 TRIED_MAX = 4  # maximum number of equal answers to try, as the template may be unable to continue the first ones
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """The prompt of a call.
 
     `tokens` is int32. Its last `tail` bytes are new; the bytes before them are the tokens of `node`. `messages` are the
@@ -59,8 +57,7 @@ class Prompt:
         return len(self.tokens) // 4
 
 
-@dataclass(frozen=True)
-class AnswerLimit:
+class AnswerLimit(msgspec.Struct, frozen=True):
     """The maximum number of tokens in an answer, and the reason for this limit."""
 
     tokens: int
@@ -72,8 +69,7 @@ class AnswerLimit:
         return LengthLimit.REPLICA if tokens < self.tokens else self.reason
 
 
-@dataclass(frozen=True)
-class CallPlan:
+class CallPlan(msgspec.Struct, frozen=True):
     """The plan of a call. `answer_limit` applies to each choice; `overridden` names what was requested but not applied.
 
     The engine enforces `constraint`, and `constrained` names the demands that the constraint meets. `masked` is true

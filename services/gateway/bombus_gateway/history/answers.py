@@ -4,7 +4,7 @@ The cost of a look-up depends on the length of the given message, not on how man
 conversation.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from bombus_gateway.history.identity import call_ids, next_digest, words_digest, words_of
@@ -43,15 +43,21 @@ class Answers(Generic[AnswerT]):
         self._by_id: dict[tuple[bytes, str], list[AnswerT]] = {}  # by the digest before the answer, and each call id
         self._by_name: dict[tuple[bytes, tuple[str, int]], AnswerT] = {}  # by the digest before the answer, and name
 
-    def add(self, before: bytes, answer: AnswerT) -> None:
-        """Add an answer that was sampled after the conversation with digest `before`."""
-        message = answer.message
+    def add(self, before: bytes, message: ChatMessage, made: Callable[[bytes], AnswerT]) -> AnswerT:
+        """Add an answer that was sampled after the conversation with digest `before`, and return it.
+
+        `made` makes it of its digest (`digest_with`).
+        """
+        exact, words = next_digest(before, message), words_digest(before, words_of(message), message)
+        same = self._in_words.setdefault(words, [])
+        answer = made(same[0].digest if same else exact)
+        same.append(answer)
         self._after.setdefault(before, []).append(answer)
-        self._exact.setdefault(next_digest(before, message), []).append(answer)
+        self._exact.setdefault(exact, []).append(answer)
         self._by_name[before, answer.name] = answer
-        self._in_words.setdefault(words_digest(before, words_of(message), message), []).append(answer)
         for id in dict.fromkeys(call_ids(message)):
             self._by_id.setdefault((before, id), []).append(answer)
+        return answer
 
     def digest_with(self, before: bytes, message: ChatMessage) -> bytes:
         """Return the digest of the conversation with digest `before` extended by one message.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -232,12 +233,12 @@ class Conversation:
             self._continued.add((parent.ref.seq, parent.choice))
         self._calls_bytes += sum(node.memory_bytes for node in self._unknown(parent)) + len(record.prompt_tail)
         for index, choice in enumerate(record.choices if complete else ()):
-            digest = self.sampled.digest_with(before, choice.message) if choice.message is not None else b""
-            node = _node(ref, index, record, parent, digest)
+            made = partial(_node, ref, index, record, parent)
             if choice.message is None:
+                node = made(b"")
                 self._plain.setdefault((parent.ref.seq, parent.choice) if parent else None, []).append(node)
             else:
-                self.sampled.add(before, node)
+                node = self.sampled.add(before, choice.message, made)
             self._by_call[ref.seq, index] = node
             self._calls_bytes += node.memory_bytes - len(record.prompt_tail)  # shared by all choices
         if not complete:

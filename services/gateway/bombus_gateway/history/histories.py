@@ -83,8 +83,9 @@ class Histories:
             self.bytes -= self._counted.pop(oldest)
 
     def _count(self, key: _Key, conversation: Conversation) -> None:
-        self.bytes += conversation.memory_bytes - self._counted.get(key, 0)
-        self._counted[key] = conversation.memory_bytes
+        now = conversation.memory_bytes
+        self.bytes += now - self._counted.get(key, 0)
+        self._counted[key] = now
 
     async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
         """Add the calls in a key's episode that are in the log but not known here. Raises `Refused` if the log cannot

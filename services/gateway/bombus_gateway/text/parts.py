@@ -1,7 +1,7 @@
 """Encodes a text in parts, split at its added tokens, and caches the parts, since prompts share most of them."""
 
+import re
 from array import array
-from itertools import zip_longest
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
@@ -26,7 +26,7 @@ class PartEncoder:
     def __init__(self, fast: Fast) -> None:
         self._fast = fast
         self._ids = _separators(fast)
-        self._separator = any_of(self._ids)
+        self._separator = re.compile(f"({any_of(self._ids).pattern})")
         self._remembered = RememberedParts[str, "array[int]"](self._read, REMEMBERED_CHARACTERS_MAX)
         self.splits = bool(self._ids) and self._is_same_in_parts()
 
@@ -35,14 +35,14 @@ class PartEncoder:
         return self._in_parts(text) if self.splits else encoded(self._fast, text)
 
     def _in_parts(self, text: str) -> list[int]:
-        parts, separators = self._separator.split(text), self._separator.findall(text)
-        new = self._read_together(parts) if len(text) > LONG_CHARACTERS else {}
+        pieces = self._separator.split(text)  # parts and, between them, separators
+        new = self._read_together(pieces[::2]) if len(text) > LONG_CHARACTERS else {}
         tokens: list[int] = []
-        for part, separator in zip_longest(parts, separators):
-            if part:
-                tokens.extend(new[part] if part in new else self._remembered(part))
-            if separator is not None:
-                tokens.append(self._ids[separator])
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                tokens.append(self._ids[piece])
+            elif piece:
+                tokens.extend(new[piece] if piece in new else self._remembered(piece))
         return tokens
 
     def _read(self, part: str) -> "array[int]":

@@ -76,6 +76,7 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._template = template
         self._history = history
+        self._given = _named(template)
         self._kept: dict[str, ToolsKept] = {}  # by template variables; shared by all copies of this renderer
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
@@ -112,6 +113,7 @@ class TemplateRenderer:
     def _with(self, variables: Mapping[str, Any]) -> Self:
         made = copy.copy(self)
         made._template = self._template.given(variables)
+        made._given = _named(made._template)
         made._losses = self._losses.given(made._text, strings(variables))
         return made
 
@@ -309,10 +311,6 @@ class TemplateRenderer:
         """Whether `kept` returns immediately; otherwise it runs trials, which take up to a second."""
         return self._given in self._kept or len(self._kept) >= KEPT_MAX
 
-    @property
-    def _given(self) -> str:
-        return repr(sorted(self._template.variables.items()))
-
     def _goes_on(self, trial: Dialogue, keep: Keep) -> bool:
         """Return whether shortening a trial leaves its continuation unchanged. Return true if the template refuses the
         trial."""
@@ -497,6 +495,11 @@ class TemplateRenderer:
     def _end_of(self, prompt: bytes) -> str:
         """Return the text of the last tokens of a prompt (int32)."""
         return self._tokenizer.decode(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :]), with_specials=True)
+
+
+def _named(template: ChatTemplate) -> str:
+    """Return a text that names a template's variables."""
+    return repr(sorted(template.variables.items()))
 
 
 def opened(tokens: bytes, opening: int, closing: int) -> Iterator[bytes]:
