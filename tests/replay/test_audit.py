@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from bombus.commands.audit import audited
 from bombus.hive import events as ev
@@ -136,6 +137,16 @@ def test_each_gradient_of_a_training_client_is_used_in_a_step_dropped_or_waits()
     assert not stopped.differences
     twice = audited_events([*events, done(6, fb)])
     assert [found.why for found in twice.differences] == ["operation 6 of model s:m was completed twice"]
+    mistakes: dict[str, AnyEvent] = {
+        "operation 6 of model s:m was accepted twice": operation(6, fb),
+        "operation 7 of model s:m was accepted as forward_backward 7, but completed as optim_step 7": done(7, step),
+        "operation 7 of model s:m was accepted as forward_backward 7, but completed as sample 7": done(7, "sample"),
+        "operation 7 of model s:m was accepted as forward_backward 7, but completed as forward_backward 6": replace(
+            done(7, fb), key="6"
+        ),
+    }
+    for why, mistake in mistakes.items():
+        assert why in [found.why for found in audited_events([*events, mistake]).differences]
 
 
 def test_a_compacted_log_has_calls_of_versions_and_adapters_from_before_it() -> None:

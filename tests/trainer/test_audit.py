@@ -12,12 +12,13 @@ from bombus.bus import Bus
 from bombus.config.algorithms import Correction
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import AnyEvent
+from bombus.hive.events import AnyEvent, EpisodeType
 from bombus.hive.fates import Fate, StepTokens
 from bombus.hive.fold import evolve
 from bombus.hive.records import CallRecord, CallRef
 from bombus.hive.state import Phase
 from bombus_trainer.backends import steps
+from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data import batch as data_batch
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.sequences import MergedEpisode
@@ -113,14 +114,37 @@ def forgets_an_episode(prepare: Callable[..., PreparedBatch]) -> Callable[..., P
     return prepared
 
 
+def leaves_out_a_micro_batch(sharded: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Compute an update as if the last micro-batch of this rank did not exist."""
+    return lambda *given, **named: sharded(*given, **named)[:-1]
+
+
+def repeats_a_micro_batch(sharded: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Compute the last micro-batch of this rank twice."""
+
+    def repeated(*given: Any, **named: Any) -> list[Any]:
+        found = sharded(*given, **named)
+        return [*found, found[-1]]
+
+    return repeated
+
+
 @pytest.mark.parametrize(
     ("module", "name", "mistake", "why"),
     [
         (data_batch, "merge_calls", loses_a_token, "sampled 5 tokens, but step 1 accounts for 4: 4 trained"),
         (data_batch, "merge_calls", repeats_a_sequence, "sampled 5 tokens, but step 1 accounts for 10: 10 trained"),
         (steps, "prepare", forgets_an_episode, "sampled 5 tokens, but step 1 accounts for 0"),
+        (Executor, "micro_batches", leaves_out_a_micro_batch, "sampled 5 tokens, but step 1 accounts for 0"),
+        (Executor, "micro_batches", repeats_a_micro_batch, "sampled 5 tokens, but step 1 accounts for 10: 10 trained"),
     ],
-    ids=["a merge that loses a token", "a merge that trains twice", "a trainer that forgets an episode"],
+    ids=[
+        "a merge that loses a token",
+        "a merge that trains twice",
+        "a trainer that forgets an episode",
+        "a rank that leaves out a micro-batch",
+        "a rank that computes a micro-batch twice",
+    ],
 )
 async def test_mistakes_of_the_merge_and_the_trainer_are_found(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mistake: Callable[[Any], Any], why: str
@@ -148,6 +172,22 @@ def of_calls(**fields: Any) -> Callable[[Any], list[Any]]:
 def with_a_call_of_nobody(event: ev.CallsNoted) -> list[AnyEvent]:
     first = event.calls[0]
     return [replace(event, calls=(*event.calls, replace(first, episode="main-1-99", ref=CallRef(1, "x", b""))))]
+
+
+def of_batch(**fields: Any) -> Callable[[Any], list[Any]]:
+    """Change the first episode of a batch."""
+
+    def changed(event: ev.BatchReady) -> list[AnyEvent]:
+        first, *others = event.groups
+        episode = replace(first.episodes[0], **fields)
+        return [replace(event, groups=(replace(first, episodes=(episode, *first.episodes[1:])), *others))]
+
+    return changed
+
+
+def with_a_repeat_for_another(event: ev.CallsNoted) -> list[AnyEvent]:
+    """Note the first call once more, as a late call of an episode that is not open."""
+    return [event, replace(event, calls=(replace(event.calls[0], episode="main-1-99", late=True),))]
 
 
 ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = {
@@ -227,6 +267,63 @@ ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = 
         of_calls(sampler="f00"),
         "was sampled by adapter f00, which nobody saved",
     ),
+    "a call that is noted again for another episode": (ev.CallsNoted, with_a_repeat_for_another, "was noted twice"),
+    "a call of versions in the wrong order": (ev.CallsNoted, of_calls(oldest=9), "was sampled by versions 9 to"),
+    "an episode that ends with another age": (
+        ev.CallsNoted,
+        of_calls(oldest=-1),
+        "ended with tokens of version 0, but version -1 was noted as the oldest",
+    ),
+    "an episode to train that ends as an evaluation": (
+        ev.EpisodeEnded,
+        lambda event: [replace(event, type=EpisodeType.EVAL)],
+        "was claimed as an episode to train, but ended as one to eval",
+    ),
+    "a reward that differs in the batch": (ev.BatchReady, of_batch(reward=7.0), "but is in the batch as t1 with 7"),
+    "an episode in the group of another task": (
+        ev.BatchReady,
+        lambda event: [replace(event, groups=(replace(event.groups[0], task="t2"), *event.groups[1:]))],
+        "but is in the batch as t2 with",
+    ),
+    "a step without a digest of its data": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"data": b""}),
+        "step 2 does not say which data it was trained on",
+    ),
+    "a weight of an episode of which nothing is said": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"weights": {**tokens.weights, "main-1-99": 0.1}}),
+        "step 2 gives it a weight, but does not account for it",
+    ),
+    "an episode whose weight counts twice": (
+        ev.StepCompleted,
+        of_tokens(
+            lambda tokens: {
+                "weights": {name: (2 if not n else 1) * w for n, (name, w) in enumerate(tokens.weights.items())}
+            }
+        ),
+        "in one update, but neither all its episodes nor all its tokens have the same weight",
+    ),
+    "a weight that is not a number": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"weights": dict.fromkeys(tokens.weights, float("nan"))}),
+        "with a weight of nan in the loss",
+    ),
+    "a weight below 0": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"weights": dict.fromkeys(tokens.weights, -0.1)}),
+        "with a weight of -0.1 in the loss",
+    ),
+    "a row with a fate twice": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"fates": (Fate.TRAINED,) * 2, "episodes": dict.fromkeys(tokens.episodes, (5, 5))}),
+        "sampled 5 tokens, but step 2 accounts for 10: 10 trained",
+    ),
+    "a replica that loads a version before it is there": (
+        ev.WeightsLoaded,
+        lambda event: [replace(event, version=9)],
+        "has loaded version 9, which is not in the log",
+    ),
     "a version that samples before it is there": (
         ev.CallsNoted,
         of_calls(newest=7),
@@ -237,6 +334,24 @@ ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = 
 
 def fold_forgets(engine: Any, event: Any) -> None:
     """Fold an event as if it changed nothing."""
+
+
+def fold_gives_the_calls_to_another(engine: Any, event: ev.EpisodeEnded) -> None:
+    """Fold the end of an episode, and give its calls to the episode before it in the pool."""
+    evolve_ended(engine, event)
+    *_, before, last = engine.pool.values()
+    engine.pool[last.episode] = replace(last, calls=before.calls)
+
+
+def fold_keeps_the_old_weights(engine: Any, event: ev.WeightsReady) -> None:
+    """Fold a new version with the weights of the one before it."""
+    before = engine.weights
+    evolve_weights(engine, event)
+    if before is not None:
+        engine.weights = replace(engine.weights, weights=before.weights)
+
+
+evolve_ended, evolve_weights = evolve._HANDLERS[ev.EpisodeEnded], evolve._HANDLERS[ev.WeightsReady]
 
 
 IN_THE_FOLD: dict[str, tuple[type[AnyEvent], str]] = {
@@ -250,6 +365,44 @@ IN_THE_FOLD: dict[str, tuple[type[AnyEvent], str]] = {
 }
 
 
+async def test_a_call_that_is_noted_again_after_its_episode_is_not_counted_twice(stage: Stage) -> None:
+    events = await played(stage)
+    late = changed(
+        events,
+        ev.BatchReady,
+        lambda event: [
+            event,
+            *(
+                replace(noted, calls=tuple(replace(call, late=True) for call in noted.calls))
+                for noted in events
+                if isinstance(noted, ev.CallsNoted)
+            ),
+        ],
+    )
+    assert not audited(late).differences
+    assert audited(late).tokens == audited(events).tokens
+
+
+async def test_an_episode_that_is_too_old_for_its_batch_is_found(stage: Stage) -> None:
+    events = await played(stage)
+    assert not audited(events).differences
+    allowed = [
+        replace(event, collection=replace(event.collection, max_staleness=1))
+        if isinstance(event, ev.EngineConfigured)
+        else event
+        for event in events
+    ]
+    assert not audited(allowed).differences
+    old = [
+        replace(event, calls=tuple(replace(call, oldest=-1) for call in event.calls))
+        if isinstance(event, ev.CallsNoted)
+        else event
+        for event in allowed
+    ]
+    found = {each.why for each in audited(old).differences}
+    assert "is 2 versions old in the batch of step 2, over collection.max_staleness (1)" in found
+
+
 async def test_a_log_that_was_compacted_anywhere_agrees_with_itself(stage: Stage) -> None:
     audited_from_anywhere(await played(stage))
 
@@ -260,6 +413,14 @@ async def test_mistakes_on_the_log_and_in_its_fold_are_found(stage: Stage, monke
     for name, (kind, change, why) in ON_THE_LOG.items():
         found = [difference.why for difference in audited(changed(events, kind, change)).differences]
         assert any(why in each for each in found), f"{name}: {found}"
+    for kind, mistake, why in (
+        (ev.EpisodeEnded, fold_gives_the_calls_to_another, "has other calls in the state than were noted"),
+        (ev.WeightsReady, fold_keeps_the_old_weights, "has other weights of version 2 in the state"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setitem(evolve._HANDLERS, kind, mistake)
+            found = [difference.why for difference in audited(events).differences]
+        assert any(why in each for each in found), f"{why}: {found}"
     for name, (kind, why) in IN_THE_FOLD.items():
         with monkeypatch.context() as patched:
             patched.setitem(evolve._HANDLERS, kind, fold_forgets)

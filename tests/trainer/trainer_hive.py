@@ -193,7 +193,8 @@ async def staged(bus: Bus, folder: Path, serves: bool = True, sound: bool = True
         tasks.append(asyncio.create_task(stage.replica()))
     try:
         yield stage
-        assert not sound or not audited(stage.events).differences
+        found = audited(stage.events).differences if sound else ()
+        assert not found, found
     finally:
         for task in (*tasks, *stage.trainers):
             task.cancel()

@@ -8,12 +8,14 @@ disagrees with the books.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from math import inf, isclose
 from typing import NamedTuple
 
 import msgspec
 
 from bombus.hive import events as ev
-from bombus.hive.events import EpisodeType, Event
+from bombus.hive.bounded import trim
+from bombus.hive.events import EpisodeType, Event, NotedCall, Outcome
 from bombus.hive.fates import Fate, StepTokens
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.operations.state import Queued
@@ -21,6 +23,7 @@ from bombus.hive.records import CallStatus
 from bombus.hive.state import EngineState, Hive, Phase
 
 DIFFERENCES_KEPT = 100
+CALLS_KEPT = 1_000_000  # among so many calls of an engine, the newest, a call that is noted twice is found
 NOT_REPORTED = "trained or masked: an older trainer did not report which"
 DELIVERED = "delivered to an outside trainer"
 TO_CLIENT = "sampled for a training client"
@@ -46,16 +49,39 @@ class TokenSource(NamedTuple):
 
 class _Episode:
     """An episode that is open, in the pool, in a rollout group or in a batch. `known` says that its claim is on this
-    log."""
+    log.
 
-    __slots__ = ("auxiliary", "calls", "known", "source", "tokens")
+    `version` is the policy version at its claim, and `oldest` the oldest one among the tokens that may be trained on.
+    `task` and `reward` are those of its last end.
+    """
 
-    def __init__(self, source: TokenSource, known: bool = True) -> None:
+    __slots__ = ("auxiliary", "calls", "kind", "known", "oldest", "reward", "source", "task", "tokens", "version")
+
+    def __init__(
+        self, source: TokenSource, known: bool = True, kind: EpisodeType = EpisodeType.TRAIN, version: int = 0
+    ) -> None:
         self.source = source
         self.known = known
+        self.kind = kind
+        self.version = version
+        self.oldest: int | None = None
+        self.task = ""
+        self.reward = 0.0
         self.calls: set[str] = set()
         self.tokens = 0  # tokens of complete calls that may be trained on
         self.auxiliary = 0  # tokens of complete calls that the job masks
+
+    def add(self, call: NotedCall) -> None:
+        """Add a complete call."""
+        self.calls.add(call.ref.id)
+        if call.masked:
+            self.auxiliary += call.completion_tokens
+        else:
+            self.tokens += call.completion_tokens
+            self.oldest = call.oldest if self.oldest is None else min(self.oldest, call.oldest)
+
+    def end(self, outcome: Outcome) -> None:
+        self.task, self.reward = outcome.task, outcome.reward
 
 
 class _Group(NamedTuple):
@@ -79,7 +105,7 @@ class _Model:
     __slots__ = ("accumulated", "completed", "waiting")
 
     def __init__(self) -> None:
-        self.waiting: dict[int, str] = {}
+        self.waiting: dict[int, tuple[str, str]] = {}  # the kind and the key of each
         self.completed: set[int] = set()
         self.accumulated = 0
 
@@ -97,6 +123,7 @@ class _Books:
         self.published: dict[int, str] = {}  # hash of each version's weights
         self.earlier = 0  # versions below this one were published before the log was compacted
         self.counted = 0  # tokens that the run's calls have sampled
+        self.calls: dict[str, str] = {}  # the episode of each of the newest calls, by id
         self.adapters: set[str] = set()  # the hashes of the adapters that training clients have saved
         self.models: dict[str, _Model] = {}
 
@@ -203,22 +230,22 @@ class Audit:
         for name in event.episodes:
             if name in books.open or name in books.pool:
                 self._differ(event.engine, name, "was claimed twice")
-            books.open[name] = _Episode(source)
+            books.open[name] = _Episode(source, kind=event.type, version=event.version)
 
     def noted(self, books: _Books, event: ev.CallsNoted) -> None:
         for call in event.calls:
             count, episode = call.completion_tokens, books.open.get(call.episode)
             source = TokenSource(event.engine, event.run, call.holder) if episode is None else episode.source
+            books.counted += count
+            if (before := books.calls.get(call.ref.id)) is not None:
+                if before != call.episode or episode is not None:
+                    self._differ(event.engine, call.episode, f"call {call.ref.id} was noted twice")
+                continue  # its message was repeated after the episode had ended: the tokens were not sampled again
+            books.calls[call.ref.id] = call.episode
             weights = call.sampler or books.published.get(call.newest, "")
             self._sampled[source] += count
-            books.counted += count
             self._versions[event.engine, event.run, call.oldest, call.newest, weights] += count
-            if books.published and call.newest >= books.earlier and count and call.newest not in books.published:
-                self._differ(
-                    event.engine, call.episode, f"was sampled by version {call.newest}, which is not in the log"
-                )
-            if call.sampler and call.sampler not in books.adapters:
-                self._differ(event.engine, call.episode, f"was sampled by adapter {call.sampler}, which nobody saved")
+            self._check_sampler(books, event.engine, call)
             if call.episode and call.late == (episode is not None):
                 when, state = ("as late", "open") if call.late else ("in time", "not open")
                 self._differ(event.engine, call.episode, f"call {call.ref.id} was noted {when}, but it is {state}")
@@ -226,28 +253,46 @@ class Audit:
                 self._tokens[source, TO_CLIENT] += count
             elif call.late or episode is None:
                 self._tokens[source, Fate.DROPPED_LATE] += count
-            elif call.ref.id in episode.calls:
-                self._differ(event.engine, call.episode, f"call {call.ref.id} was noted twice")
             elif call.status != CallStatus.COMPLETE:
                 self._tokens[source, Fate.DROPPED_CUT_OFF] += count
             else:
-                episode.calls.add(call.ref.id)
-                episode.auxiliary += count if call.masked else 0
-                episode.tokens += 0 if call.masked else count
+                episode.add(call)
+        trim(books.calls, CALLS_KEPT)
+
+    def _check_sampler(self, books: _Books, engine: str, call: NotedCall) -> None:
+        """Check that the versions, or the adapter, that sampled a call were there."""
+        is_there = call.newest < books.earlier or call.newest in books.published
+        if books.published and call.completion_tokens and not is_there:
+            self._differ(engine, call.episode, f"was sampled by version {call.newest}, which is not in the log")
+        if call.sampler and call.sampler not in books.adapters:
+            self._differ(engine, call.episode, f"was sampled by adapter {call.sampler}, which nobody saved")
+        if call.oldest > call.newest:
+            why = f"call {call.ref.id} was sampled by versions {call.oldest} to {call.newest}"
+            self._differ(engine, call.episode, why)
 
     def ended(self, books: _Books, event: ev.EpisodeEnded) -> None:
         for outcome in event.outcomes:
             episode = books.open.pop(outcome.episode, None)
             if episode is None:
-                if outcome.episode not in books.pool:  # an episode may end again after this: the last end counts
+                if outcome.episode in books.pool:  # an episode may end again after this: the last end counts
+                    books.pool[outcome.episode].end(outcome)
+                else:
                     self._differ(event.engine, outcome.episode, "ended, but was not open")
                 continue
+            episode.end(outcome)
+            if event.type != episode.kind:
+                why = f"was claimed as an episode to {episode.kind}, but ended as one to {event.type}"
+                self._differ(event.engine, outcome.episode, why)
             complete = episode.tokens + episode.auxiliary
             if episode.source.client != event.client:
                 why = f"was ended by client {event.client}, but claimed by {episode.source.client}"
                 self._differ(event.engine, outcome.episode, why)
             if outcome.completion_tokens != complete and not outcome.calls:  # older versions listed the calls instead
                 why = f"ended with {outcome.completion_tokens} tokens, but {complete} were noted"
+                self._differ(event.engine, outcome.episode, why)
+            oldest = episode.version if episode.oldest is None else episode.oldest
+            if outcome.oldest != oldest and not outcome.calls:
+                why = f"ended with tokens of version {outcome.oldest}, but version {oldest} was noted as the oldest"
                 self._differ(event.engine, outcome.episode, why)
             if event.type == EpisodeType.EVAL:
                 self._all_to(Fate.EVALUATION, episode)
@@ -311,6 +356,26 @@ class Audit:
                     event.engine, "", f"rollout group {number} is in the batch of step {event.step}, but was not queued"
                 )
         books.batch = _Step(event.step, self._from_pool(books, event, names), groups)
+        self._check_batch(books.batch, event)
+
+    def _check_batch(self, batch: _Step, event: ev.BatchReady) -> None:
+        """Compare the episodes of a batch with their ends, and with what the state will give to the trainer."""
+        engine = self.hive.engine(event.engine)
+        bound = engine.collection.max_staleness
+        for group in event.groups:
+            for each in group.episodes:
+                episode, pooled = batch.episodes.get(each.episode), engine.pool.get(each.episode)
+                if episode is None:
+                    continue
+                if (group.task, each.reward) != (episode.task, episode.reward):
+                    why = f"ended as task {episode.task} with reward {episode.reward:g}"
+                    why = f"{why}, but is in the batch as {group.task} with {each.reward:g}"
+                    self._differ(event.engine, each.episode, why)
+                if episode.known and pooled is not None and {call.id for call in pooled.calls} != episode.calls:
+                    self._differ(event.engine, each.episode, "has other calls in the state than were noted")
+                if bound and episode.oldest is not None and (age := event.step - 1 - episode.oldest) > bound:
+                    why = f"is {age} versions old in the batch of step {event.step}, over collection.max_staleness"
+                    self._differ(event.engine, each.episode, f"{why} ({bound})")
 
     def completed(self, books: _Books, event: ev.StepCompleted) -> None:
         batch, books.batch = books.batch, None
@@ -334,8 +399,19 @@ class Audit:
             for fate, count in zip(given.fates, row, strict=False)
             if fate == Fate.TRAINED
         )
+        self._check_step(event, given, trained)
         step = TrainedStep(engine=event.engine, run=event.run, step=event.step, tokens=trained, data=given.data.hex())
         self._steps[event.engine, event.run, event.step] = step
+
+    def _check_step(self, event: ev.StepCompleted, given: StepTokens, trained: int) -> None:
+        """Check the weights and the data of a step that trained on so many tokens."""
+        for name in given.weights.keys() - given.episodes.keys():
+            self._differ(event.engine, name, f"step {event.step} gives it a weight, but does not account for it")
+        if event.metrics.get("updates") == 1.0 and not _is_even(given):
+            why = "in one update, but neither all its episodes nor all its tokens have the same weight"
+            self._differ(event.engine, "", f"step {event.step} was trained {why}")
+        if trained and not given.data:
+            self._differ(event.engine, "", f"step {event.step} does not say which data it was trained on")
 
     def _account(self, event: ev.StepCompleted, name: str, episode: _Episode, given: StepTokens | None) -> None:
         if given is None:
@@ -346,13 +422,16 @@ class Audit:
             self._differ(event.engine, name, f"step {event.step} does not account for it")
         else:
             counts = given.episodes[name]
-            row = dict(zip(given.fates, counts, strict=False))
+            row: Counter[Fate] = Counter()
+            for fate, count in zip(given.fates, counts, strict=False):
+                row[fate] += count
             if len(counts) != len(given.fates) or min(counts, default=0) < 0:
                 why = f"step {event.step} accounts for it with {counts} of {len(given.fates)} fates"
                 self._differ(event.engine, name, why)
-            if (name in given.weights) != (row.get(Fate.TRAINED, 0) > 0):
-                why = f"step {event.step} has trained {row.get(Fate.TRAINED, 0)} tokens of it"
-                self._differ(event.engine, name, f"{why}, with a weight of {given.weights.get(name)} in the loss")
+            weight, counts_in_loss = given.weights.get(name), row[Fate.TRAINED] > 0
+            if (weight is not None) != counts_in_loss or not 0.0 <= (weight or 0.0) < inf:
+                why = f"step {event.step} has trained {row[Fate.TRAINED]} tokens of it"
+                self._differ(event.engine, name, f"{why}, with a weight of {weight} in the loss")
             if not episode.known:
                 episode.tokens = sum(row.values())
                 self._sampled[episode.source] += episode.tokens
@@ -382,6 +461,11 @@ class Audit:
         key = event.engine, event.run, event.version
         if key in self._steps:
             self._steps[key] = msgspec.structs.replace(self._steps[key], weights=event.weights.sha256)
+
+    def loaded(self, books: _Books, event: ev.WeightsLoaded) -> None:
+        if books.published and event.version >= books.earlier and event.version not in books.published:
+            why = f"replica {event.replica} has loaded version {event.version}, which is not in the log"
+            self._differ(event.engine, "", why)
 
     def over(self, books: _Books, event: ev.EngineStopped | ev.EngineFailed) -> None:
         for model in books.models.values():
@@ -448,18 +532,25 @@ class Audit:
         books.adapters.add(event.saved.address)
 
     def accepted(self, books: _Books, event: ev.OperationAccepted) -> None:
-        if _is_training(event):
-            self._operations[f"{event.op} accepted"] += 1
-            books.models.setdefault(event.model, _Model()).waiting[event.number] = event.op
-
-    def executed(self, books: _Books, event: ev.OperationCompleted) -> None:
-        if event.op not in TRAINING_OPERATIONS:
+        if not _is_training(event):
             return
         model = books.models.setdefault(event.model, _Model())
+        if event.number in model.waiting or event.number in model.completed:
+            self._differ(event.engine, "", f"operation {event.number} of model {event.model} was accepted twice")
+        self._operations[f"{event.op} accepted"] += 1
+        model.waiting[event.number] = event.op, event.key
+
+    def executed(self, books: _Books, event: ev.OperationCompleted) -> None:
+        model, name = books.models.get(event.model), f"operation {event.number} of model {event.model}"
+        if model is None:
+            return
         if event.number in model.completed:
-            self._differ(event.engine, "", f"operation {event.number} of model {event.model} was completed twice")
-        if model.waiting.pop(event.number, None) is None:
-            return  # a forward pass, or an operation from before this log
+            self._differ(event.engine, "", f"{name} was completed twice")
+        if (accepted := model.waiting.pop(event.number, None)) is None:
+            return  # not a training operation, or one from before this log
+        if accepted != (event.op, event.key):
+            why = f"was accepted as {' '.join(accepted)}, but completed as {event.op} {event.key}"
+            self._differ(event.engine, "", f"{name} {why}")
         model.completed.add(event.number)
         if event.failed:
             self._operations[f"{event.op} failed"] += 1
@@ -476,7 +567,7 @@ class Audit:
     def _close(self, model: _Model | None) -> None:
         if model is not None:
             self._operations["forward_backward dropped: no step followed"] += model.accumulated
-            for op in model.waiting.values():
+            for op, _ in model.waiting.values():
                 self._operations[f"{op} dropped: model ended"] += 1
 
     # ---- the report ---------------------------------------------------------------------------------------------
@@ -535,7 +626,7 @@ class Audit:
         self._groups["in a batch"] += 0 if books.batch is None else len(books.batch.groups)
         for model in books.models.values():
             self._operations["forward_backward waiting for a step"] += model.accumulated
-            for op in model.waiting.values():
+            for op, _ in model.waiting.values():
                 self._operations[f"{op} waiting"] += 1
 
     def _compare(self, name: str, books: _Books) -> None:
@@ -550,6 +641,10 @@ class Audit:
             self._differ(name, "", f"has {counted} sampled tokens of this run in the state, but {books.counted} noted")
         if books.published and (newest := max(books.published)) != engine.version:
             self._differ(name, "", f"has version {engine.version} in the state, but {newest} is the newest")
+        elif (
+            books.published and engine.weights is not None and engine.weights.weights.sha256 != books.published[newest]
+        ):
+            self._differ(name, "", f"has other weights of version {newest} in the state than were published")
         self._same(name, "queued", map(str, books.queue), map(str, engine.trajectories.queue.groups))
         waiting = [f"{name}:{number}" for name, model in books.models.items() for number in model.waiting]
         queued = [(model.name, each) for model in engine.clients.open_models for each in model.operations.values()]
@@ -582,8 +677,10 @@ class Audit:
         books = self._of(engine.name)
         books.arrived, books.counted = engine.trajectories.queue.arrived, engine.counters.completion_tokens
         for model in engine.clients.open_models:
-            waiting = {each.number: each.op for each in model.operations.values() if each.waits and _is_training(each)}
-            books.models.setdefault(model.name, _Model()).waiting = waiting
+            waiting = [each for each in model.operations.values() if each.waits and _is_training(each)]
+            books.models.setdefault(model.name, _Model()).waiting = {
+                each.number: (each.op, each.key) for each in waiting
+            }
         for ready in (engine.weights_before, engine.weights):
             if ready is not None and ready.run == engine.run:
                 books.published[ready.version] = ready.weights.sha256
@@ -592,14 +689,14 @@ class Audit:
         books.adapters |= {each.sampler.address for each in engine.open.values() if each.sampler is not None}
         for name, episode in engine.open.items():
             source = TokenSource(engine.name, engine.run, episode.client)
-            entry = books.open[name] = _Episode(source)
+            entry = books.open[name] = _Episode(source, kind=episode.type, version=episode.version)
             for call in episode.complete_calls():
-                entry.calls.add(call.ref.id)
-                entry.auxiliary += call.completion_tokens if call.masked else 0
-                entry.tokens += 0 if call.masked else call.completion_tokens
+                books.calls[call.ref.id] = name
+                entry.add(call)
             self._sampled[source] += entry.tokens + entry.auxiliary
         for name, completed in engine.pool.items():
-            books.pool[name] = _Episode(TokenSource(engine.name, engine.run, completed.client), known=False)
+            entry = books.pool[name] = _Episode(TokenSource(engine.name, engine.run, completed.client), known=False)
+            entry.task, entry.reward, entry.oldest = completed.task, completed.reward, completed.oldest
         if engine.batch is not None:
             names = [episode.episode for group in engine.batch.groups for episode in group.episodes]
             source = TokenSource(engine.name, engine.run, "")
@@ -621,6 +718,16 @@ class Audit:
             self._differences.append(Difference(self._seq, engine, episode, why))
 
 
+def _is_even(given: StepTokens) -> bool:
+    """Return whether all episodes in the loss, or all their tokens, have the same weight, as in every aggregation."""
+    in_loss = {Fate.TRAINED, Fate.MASKED_OFF_POLICY}
+    shares: list[tuple[float, float]] = []  # of each episode: a token's weight, and that of all its tokens
+    for name, weight in given.weights.items():
+        row = zip(given.fates, given.episodes.get(name, ()), strict=False)
+        shares.append((weight, weight * sum(count for fate, count in row if fate in in_loss)))
+    return not shares or any(isclose(min(each), max(each), rel_tol=1e-4) for each in zip(*shares, strict=True))
+
+
 def _is_training(operation: Queued | ev.OperationAccepted) -> bool:
     return operation.op in TRAINING_OPERATIONS and not operation.passive
 
@@ -635,6 +742,7 @@ _OF_THE_RUN = (
     ev.BatchReady,
     ev.StepCompleted,
     ev.WeightsReady,
+    ev.WeightsLoaded,
 )
 _HANDLERS: dict[type, Callable[..., None]] = {
     ev.EpisodeClaimed: Audit.claimed,
@@ -650,6 +758,7 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.EngineStopped: Audit.over,
     ev.EngineFailed: Audit.over,
     ev.WeightsReady: Audit.published,
+    ev.WeightsLoaded: Audit.loaded,
     ev.GroupsPushed: Audit.pushed,
     ev.BatchHandedOut: Audit.handed_out,
     ev.BatchDelivered: Audit.delivered,

@@ -94,10 +94,11 @@ class StepBackend(ABC, Generic[P]):
             old = self._old_logprobs(batch, step, tally, interrupted)
             for epoch in range(self.settings.config.ppo_epochs):
                 for items in mini_batches(batch, self.settings, step, epoch):
-                    updated, masked_ids = self._update(items, rate, old, tally, interrupted), tally.masked_ids()
+                    updated, noted = self._update(items, rate, old, tally, interrupted), tally.noted_ids()
                     if updated:
-                        terms.note(items, masked_ids)
-        terms.masked_N = self.ranks.total(terms.masked_N)
+                        terms.note(items, *noted)
+        for counts_N in (terms.computed_N, terms.masked_N):
+            self.ranks.total(counts_N)
         if self.ranks.leads:
             account(step_tokens(groups, batch, terms, self.settings))
         tally.classes.clear()

@@ -17,22 +17,26 @@ from bombus_trainer.settings import TrainerSettings
 
 
 class TrainedTerms:
-    """The terms [N] of a batch: how many updates included each, how many masked it, and its weight in the first update.
+    """The terms [N] of a batch: how many updates included each, how often it was computed in them, how many masked it,
+    and its weight in the first update.
 
-    Each rank knows only the masks of its own micro-batches, so `masked_N` must be summed over the ranks.
+    Each rank knows only its own micro-batches, so `computed_N` and `masked_N` must be summed over the ranks.
     """
 
     def __init__(self, batch: PreparedBatch) -> None:
         self.updates_N: Floats = np.zeros(batch.terms, dtype=np.float32)
+        self.computed_N: Floats = np.zeros(batch.terms, dtype=np.float32)
         self.masked_N: Floats = np.zeros(batch.terms, dtype=np.float32)
         self.weights_N: Floats = np.zeros(batch.terms, dtype=np.float32)
 
-    def note(self, items: Iterable[TrainingItem], masked_ids: Ints) -> None:
-        """Record an update made with these sequences, without the surrogates of the terms in `masked_ids`."""
+    def note(self, items: Iterable[TrainingItem], computed_ids: Ints, masked_ids: Ints) -> None:
+        """Record an update made with these sequences. This rank computed the terms in `computed_ids`, of which those in
+        `masked_ids` have no surrogate."""
         for item in items:
             ids = item.terms.ids_N
             self.weights_N[ids] = np.where(self.updates_N[ids] > 0.0, self.weights_N[ids], item.terms.weights_N)
             self.updates_N[ids] += 1.0
+        np.add.at(self.computed_N, computed_ids, 1.0)
         self.masked_N[masked_ids] += 1.0
 
 
@@ -42,7 +46,8 @@ def step_tokens(
     """Return what became of the sampled tokens of a batch's episodes.
 
     Tokens in the loss are counted as its terms, and all other tokens in the records of their calls. So if merging loses
-    or repeats a token, an episode's counts do not add up to the number of tokens it sampled.
+    or repeats a token, or the ranks together do not compute each term of an update once, an episode's counts do not add
+    up to the number of tokens it sampled.
     """
     found: dict[str, Counter[Fate]] = {}
     weights: dict[str, float] = {}
@@ -70,7 +75,7 @@ def step_tokens(
                     own = slice(entry.first_id, entry.first_id + count)
                     updates, masks = terms.updates_N[own], terms.masked_N[own]
                     updated, trained = int((updates > 0.0).sum()), int((updates > masks).sum())
-                    fates[Fate.TRAINED] += trained
+                    fates[Fate.TRAINED] += trained + int((terms.computed_N[own] - updates).sum())
                     fates[Fate.MASKED_OFF_POLICY] += updated - trained
                     fates[untrained] += count - updated
                     if trained:

@@ -29,6 +29,7 @@ class Tally:
         self._terms: Counter[str] = Counter()  # how many tokens each sum covers
         self._updates: list[tuple[float, float]] = []  # (loss, gradient norm)
         self._left_out = 0
+        self._computed_ids: list[Ints] = []
         self._masked_ids: list[Ints] = []
         self._tokens = [0, 0, 0]  # computed, without sharing, with padding
         self._sequences = 0
@@ -61,6 +62,7 @@ class Tally:
 
     def note_terms(self, ids_N: Ints, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
         """Count N tokens, the terms `ids_N` of the batch. `sampler_N` is NaN where the sampler's logprob is unknown."""
+        self._computed_ids.append(ids_N)
         self._masked_ids.append(ids_N[loss.masked_N.cpu().numpy()])
         known_N = ~sampler_N.isnan()
         of_old, of_sampler = old_N[known_N], sampler_N[known_N]
@@ -83,11 +85,13 @@ class Tally:
                 self._sums[name] = self._sums.get(name, 0.0) + float(values_N.float().sum())
                 self._terms[name] += len(values_N)
 
-    def masked_ids(self) -> Ints:
-        """Return which terms of the batch were masked since the last call."""
-        found = np.concatenate([np.zeros(0, dtype=np.int64), *self._masked_ids])
+    def noted_ids(self) -> tuple[Ints, Ints]:
+        """Return which terms of the batch were counted since the last call, and which of them were masked."""
+        none = np.zeros(0, dtype=np.int64)
+        computed, masked = (np.concatenate([none, *noted]) for noted in (self._computed_ids, self._masked_ids))
+        self._computed_ids.clear()
         self._masked_ids.clear()
-        return found
+        return computed, masked
 
     def note_update(self, loss: float, norm: float) -> None:
         """Count an update. If its loss or norm is not finite, the update was skipped, and does not enter the means."""
