@@ -118,10 +118,40 @@ def test_an_idle_episode_ends_at_the_deadline_that_the_chain_names_unless_a_call
     assert until_ns < harness.now_ns
 
 
-def test_a_client_whose_process_sends_heartbeats_is_alive() -> None:
+def test_a_client_that_sends_heartbeats_is_not_called_alive_as_it_may_have_just_died() -> None:
     harness = rolling()
     harness.claim("slow", touches=True)
-    assert cause(harness, "client slow").endswith("; its process sends heartbeats, so it is alive")
+    assert cause(harness, "client slow").endswith(
+        "; its process sends heartbeats: 15 s after the last one it is aborted"
+    )
+
+
+def test_the_episode_that_failed_last_is_named_while_others_are_open() -> None:
+    harness = rolling()
+    (failed,) = harness.claim("c")
+    detail = "InternalServerError('Error code: 503 - the replica answered 500; try again in a moment.')"
+    abort = inbox.Abort(
+        id=harness.id(),
+        engine=ENGINE,
+        client="c",
+        episodes=(failed,),
+        failure=FailureKind.CLIENT,
+        detail=detail,
+    )
+    harness.send(abort)
+    harness.claim("c")
+    later(harness, 5)
+    whats = [link.what for link in chained(harness)]
+    assert f"episode {failed} was aborted 5.0 s ago (as failed: client, {detail})" in whats
+    cause(harness, "client c")
+
+
+def test_an_abort_by_the_hive_has_its_reason() -> None:
+    harness = rolling()
+    harness.claim("slow", discard_timeout_s=20.0)
+    later(harness, 30)
+    later(harness, 30)
+    assert cause(harness, "a client").endswith("s ago (as failed: client, idle)")
 
 
 def test_the_silence_of_a_client_is_counted_anew_after_a_pause_without_a_leader() -> None:

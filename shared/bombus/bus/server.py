@@ -337,7 +337,8 @@ def lock_folder(folder: Path) -> IO[bytes]:
     except BlockingIOError as error:
         lock.close()
         raise BusUnavailable(
-            f"another nats-server is running in {folder}: stop it, or wait until it has exited"
+            f"another nats-server is running in {folder}: stop it, or wait until it has exited; if it is the running "
+            "hive's own, it does not answer: its process is stopped, or its disk hangs"
         ) from error
     return lock
 

@@ -4,16 +4,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from bombus.figures import counted, duration
+from bombus.figures import counted, duration, one_line
 from bombus.hive import events as ev
 from bombus.hive.collection import BATCH_METHODS, active_clients
-from bombus.hive.events import DropReason, EpisodeType
+from bombus.hive.events import AbortReason, DropReason, EpisodeType
 from bombus.hive.pacing import fitting, pace
 from bombus.hive.state import ACTIVE_S, EngineState, Episode
 from bombus.hive.why import serving
 from bombus.hive.why.links import CLIENT, OPERATOR, OVERDUE_NS, SECOND, ChainLink, View
 
 CLIENTS_SHOWN = 3
+DETAIL_CHARS = 200
 
 
 class WaitEnd(NamedTuple):
@@ -52,13 +53,14 @@ def of_episode(
             yield ChainLink(what, "a replica", episode.active_ns)
             yield from serving.replicas(view, view.hive.engine(name))
             return
-    yield _end_of(view, episode, client, end)
+    yield _end_of(view, engine, episode, client, end)
 
 
-def _end_of(view: View, episode: Episode, client: str, end: WaitEnd | None) -> ChainLink:
+def _end_of(view: View, engine: EngineState, episode: Episode, client: str, end: WaitEnd | None) -> ChainLink:
     active_ns = max(each.active_ns for each in (episode, *view.hive.partners(episode)))
     idle_ns = max(active_ns, view.last.anew_ns) + int(episode.discard_timeout_s * SECOND)
-    alive = "; its process sends heartbeats, so it is alive" if episode.touches else ""
+    silence = duration(engine.collection.client_silence_s)
+    alive = f"; its process sends heartbeats: {silence} after the last one it is aborted" if episode.touches else ""
     if end is not None and (end.until_ns < idle_ns or idle_ns + OVERDUE_NS < view.now_ns):
         what = f"{end.then} {view.left(end.until_ns)} unless {client} reports its reward{alive}"
         return ChainLink(what, client, active_ns, end.until_ns)
@@ -136,8 +138,20 @@ def played(view: View, engine: EngineState) -> Iterator[ChainLink]:
     training = [each for each in engine.open.values() if each.type == EpisodeType.TRAIN]
     if training:
         slowest = idlest(training)
+        begun_ns = max(engine.phase_since_ns, view.last.at_ns(ev.BatchReady, engine.name))
+        aborted = view.last.of(ev.EpisodeAborted, engine.name)
+        if aborted is not None and aborted.at_ns >= begun_ns and aborted.failed_by is not None:
+            yield ChainLink(f"episode {aborted.episodes[0]} was {_aborted(view, aborted)}", CLIENT, aborted.at_ns)
         group = f"the group of task {slowest.task_hint} is waiting for " if slowest.task_hint else "it is waiting for "
         yield from of_episode(view, engine, slowest, group)
+
+
+def _aborted(view: View, aborted: ev.EpisodeAborted) -> str:
+    """Return a clause that says when and why episodes were aborted."""
+    by_client = aborted.failure is not None or aborted.reason == AbortReason.CLIENT
+    kind = "by its client" if aborted.failed_by is None else f"as failed: {aborted.failed_by}"
+    why = aborted.detail or ("" if by_client else aborted.reason)
+    return f"aborted {view.ago(aborted.at_ns)} ({kind}{', ' if why else ''}{one_line(why)[:DETAIL_CHARS]})"
 
 
 def cleared(view: View, engine: EngineState) -> Iterator[ChainLink]:
@@ -161,8 +175,7 @@ def unclaimed(view: View, engine: EngineState) -> Iterator[ChainLink]:
         claimed_ns = max(claimed_ns, engine.phase_since_ns)
     aborted, gone = view.last.of(ev.EpisodeAborted, engine.name), ""
     if aborted is not None and aborted.at_ns >= claimed_ns > 0:
-        why = "by its client" if aborted.failed_by is None else f"as failed: {aborted.failed_by}"
-        gone = f"; the last one was aborted {view.ago(aborted.at_ns)} ({why})"
+        gone = f"; the last one was {_aborted(view, aborted)}"
     evals = f" besides {counted(len(engine.open), 'evaluation episode')}" if engine.open else ""
     what = f"no training episode is open{evals}, and no client has claimed one{view.lasting(claimed_ns)}{gone}"
     yield ChainLink(what, CLIENT, claimed_ns)
