@@ -31,6 +31,8 @@ def output(capsys: Capture, *words: str, code: int = 0) -> str:
 def test_every_engine_that_waits_for_something_is_shown_with_who_can_end_it(capsys: Capture) -> None:
     lines = output(capsys).splitlines()
     assert lines[0].startswith(f"after event {FACTS['events']}, ")
+    assert lines[0].endswith(": the log's end, as no hive is running on it")
+    assert "no hive is running" not in output(capsys, "--at", str(FACTS["events"]))
     assert lines[2].startswith("engine main is rolling: the batch of step ")
     assert lines[-1].startswith("  who can end this: ")
 
@@ -61,6 +63,12 @@ def test_what_does_not_exist_is_refused_in_one_sentence(capsys: Capture) -> None
     assert f"there is no event 9999: {TINY} ends at {FACTS['events']}" in output(capsys, "--at", "9999", code=1)
     assert f"{TINY} does not cover this time" in output(capsys, "--at", "+9d", code=1)
     assert "'soon' is not a time" in output(capsys, "--at", "soon", code=2)
+
+
+def test_an_episode_can_be_named_by_the_id_that_its_client_got(capsys: Capture) -> None:
+    alone, claimed = (json.loads(output(capsys, f"main-1-1{secret}", "--json")) for secret in ("", ".tKM_NByggUhij3"))
+    assert list(claimed["chains"]) == ["main-1-1"]
+    assert claimed == alone
 
 
 async def test_a_running_hive_is_led_as_long_as_its_leader_puts_ticks_into_the_inbox(bus: Bus) -> None:

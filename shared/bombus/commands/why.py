@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from bombus.hive.episodes import without_secret
 from bombus.hive.events import LeadingPaused
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.pauses import LATE_NS
@@ -59,7 +60,7 @@ class _Moment(msgspec.Struct):
 
 async def _show(source: Source, arguments: argparse.Namespace) -> None:
     at = await moment_of(source, arguments.at)
-    names = [arguments.name] if arguments.name else sorted(at.hive.engines)
+    names = [without_secret(arguments.name)] if arguments.name else sorted(at.hive.engines)
     chains: dict[str, list[ChainLink]] = {}
     for name in names:
         found = chain(at.hive, at.now_ns, at.last, name, at.led_ns)
@@ -71,7 +72,9 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
     if arguments.json:
         say_json({"seq": at.seq, "at_ns": at.now_ns, "chains": msgspec.to_builtins(chains)})
         return
-    say(f"after event {at.seq}, {date(at.now_ns)} {clock(at.now_ns)}" if at.now_ns else f"after event {at.seq}")
+    when = f", {date(at.now_ns)} {clock(at.now_ns)}" if at.now_ns else ""
+    over = "" if arguments.at or source.running else ": the log's end, as no hive is running on it"
+    say(f"after event {at.seq}{when}{over}")
     for name, links in chains.items():
         say("", *(_lines(links) if links else [f"{name} is not waiting for anything"]))
     if not chains:

@@ -53,7 +53,7 @@ def _run(view: View, engine: EngineState, run: int) -> list[ChainLink] | None:
 
 def _episode(view: View, engine: EngineState, name: str) -> list[ChainLink] | None:
     """Return what an episode waits for, even after it has ended, or None if no such episode was claimed."""
-    closed, batch, run = engine.closed.get(name), engine.batch, name.removeprefix(f"{engine.name}-").split("-")[0]
+    closed, batch, (run, _, number) = engine.closed.get(name), engine.batch, name[len(engine.name) + 1 :].partition("-")
     if name in engine.open:
         return list(of_episode(view, engine, engine.open[name]))
     if name in engine.pool:
@@ -62,10 +62,14 @@ def _episode(view: View, engine: EngineState, name: str) -> list[ChainLink] | No
     if batch is not None and any(each.episode == name for group in batch.groups for each in group.episodes):
         what = f"episode {name} has ended, and is in the batch of step {batch.step}"
         return [ChainLink(what, trainer_of(engine), batch.at_ns), *serving.training(view, engine)]
-    if closed is None and not (run.isdecimal() and 1 <= int(run) < engine.run):
+    if closed is None and not (run.isdecimal() and 1 <= int(run) < engine.run and number.isdecimal()):
         return None
     how = (
-        "its run is over" if closed is None else f"it was aborted ({closed.aborted})" if closed.aborted else "it ended"
+        f"run {run} is over, with all its episodes"
+        if closed is None
+        else f"it was aborted ({closed.aborted})"
+        if closed.aborted
+        else "it ended"
     )
     return [ChainLink(f"episode {name} is not waiting for anything: {how}", NOBODY)]
 
