@@ -210,9 +210,11 @@ def trained(backend: TrainerBackend, interrupted: Callable[[], bool] = lambda: F
     second = call("b", list(range(20)), [4, 5], episode="e2")
     third = call("c", list(range(5, 15)), [6, 7, 8], episode="e3")
     played = (episode("e1", 0.0, first), episode("e2", 1.0, second), episode("e3", 0.25, third))
-    metrics = backend.train_step([EpisodeGroup("task", played)], 1, interrupted)
+    accounts: list[StepTokens] = []
+    metrics = backend.train_step([EpisodeGroup("task", played)], 1, interrupted, accounts.append)
+    counts = {name: row for account in accounts for name, row in account.episodes.items()}
     shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "grad_norm", "clip_fraction"))
-    return f"{metrics.get('versions', 1.0):.0f} version: {shown}, of {metrics['bins']:.0f} bins"
+    return f"{metrics.get('versions', 1.0):.0f} version: {shown}, tokens {counts}, of {metrics['bins']:.0f} bins"
 
 
 def _lead(leader: Leader, folder: Path) -> list[str]:
