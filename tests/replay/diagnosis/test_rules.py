@@ -312,3 +312,16 @@ def test_an_entropy_that_falls_as_before_is_a_collapse_once_the_reward_has_stopp
         each.rewards = each.successes = spread(start + learned + 0.002 * (-1) ** at)
         each.trainer["entropy"] = 3.0 * 0.88**at
     assert (FaultKind.ENTROPY_COLLAPSE in kinds_of(steps)) == is_found
+
+
+@pytest.mark.parametrize(
+    ("stuck", "is_found"), [(spread(0.0, 0.0, 8), True), (spread(0.1, 0.1, 8), False), (spread(0.6, 0.0, 8), False)]
+)
+def test_a_client_with_one_low_reward_is_found_without_earlier_steps(stuck: Spread, is_found: bool) -> None:
+    steps = run_of({})[:3]
+    for each in steps:
+        each.clients = {"a": stuck, "b": spread(0.5, 0.3, 8)}
+    assert (FaultKind.CLIENT_FAILS in kinds_of(steps)) == is_found
+    for each in steps:
+        each.clients["b"] = spread(0.02, 0.1, 800)
+    assert FaultKind.CLIENT_FAILS not in kinds_of(steps), "few of its tasks are expected to be solved"

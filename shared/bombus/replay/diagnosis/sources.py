@@ -1,6 +1,7 @@
 """Faults in the sources of episodes: clients and data sets."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import sqrt
 
 from bombus.replay.diagnosis.findings import WINDOW, FaultKind, RunFinding, Seen
@@ -9,6 +10,7 @@ from bombus.replay.diagnosis.steps import StepFigures
 
 DOMINATES = 0.8  # fraction of the groups above which their source dominates
 DOMINATED = 0.6  # upper limit of the same source's fraction in earlier steps
+STUCK = 20  # groups of a client that has a constant reward: fewer may be of tasks that are too hard
 FALLS = 0.5  # fraction of its reward that a failing client loses
 
 
@@ -32,6 +34,33 @@ def client_fails(seen: Seen) -> RunFinding | None:
                 "look at its episodes (`bombus replay episodes --sort reward`), and at the environment on its machine",
             )
     return None
+
+
+def client_is_stuck(seen: Seen) -> RunFinding | None:
+    """Find a client that reports the same low reward for every episode, perhaps since the first step."""
+    recent = _by_name(seen.recent, lambda row: row.clients)
+    for client, now in recent.items():
+        others = total([spread for name, spread in recent.items() if name != client], Spread)
+        if min(now.count, others.count) < STUCK or not _is_constant(now):
+            continue
+        error = sqrt(others.variance * (1 / others.count + 1 / now.count))  # as if the client's varied as theirs do
+        if others.mean - now.mean > EPISODES_CERTAIN * error:
+            return seen.found(
+                FaultKind.CLIENT_FAILS,
+                f"client {client} reports the reward {now.mean:.3g} for all episodes in {now.count} groups; for the "
+                f"others the mean is {others.mean:.3g}",
+                "look at its episodes (`bombus replay episodes --sort reward`), and at the environment on its machine",
+                partial(_is_stuck, client),
+            )
+    return None
+
+
+def _is_stuck(client: str, row: StepFigures) -> bool | None:
+    return _is_constant(row.clients[client]) if client in row.clients else None
+
+
+def _is_constant(rewards: Spread) -> bool:
+    return rewards.variance <= 1e-12 * rewards.mean * rewards.mean
 
 
 def client_dominates(seen: Seen) -> RunFinding | None:
@@ -64,4 +93,4 @@ def _by_name(rows: Sequence[StepFigures], of: Callable[[StepFigures], dict[str, 
     return {name: total([of(row)[name] for row in rows if name in of(row)], Spread) for name in sorted(names)}
 
 
-RULES = (client_fails, client_dominates, data_set_dominates)
+RULES = (client_fails, client_is_stuck, client_dominates, data_set_dominates)
