@@ -138,7 +138,7 @@ def test_what_a_job_does_on_purpose_is_no_fault() -> None:
     assert FaultKind.GROUPS_OF_ONE not in kinds_of(alone, trainer(adv_estimator="reinforce_plus_plus"))
     summed = run_of({"grad_norm": 900.0}, {"grad_norm": 900.0})
     assert FaultKind.GRADIENT_CLIPPED not in kinds_of(summed, trainer(loss_aggregation="token_sum"))
-    warm = run_of({"lr": 1e-9}, {"lr": 1e-9})
+    warm = run_of({"lr": 1e-8}, {"lr": 1e-8})
     assert FaultKind.LR_TOO_LOW not in kinds_of(warm, trainer(warmup_steps=STEPS))
     stale = run_of({"kl_sampler": 0.02, "staleness_mean": 1.0}, {"staleness_mean": 1.0})
     assert FaultKind.SAMPLER_MISMATCH not in kinds_of(stale)
@@ -325,3 +325,31 @@ def test_a_client_with_one_low_reward_is_found_without_earlier_steps(stuck: Spre
     for each in steps:
         each.clients["b"] = spread(0.02, 0.1, 800)
     assert FaultKind.CLIENT_FAILS not in kinds_of(steps), "few of its tasks are expected to be solved"
+
+
+@pytest.mark.parametrize(
+    ("rate", "settings", "words"),
+    [
+        (3e-6, {"lr": 3e-3, "total_steps": 9, "lr_schedule": "linear"}, "total_steps (now 9)"),
+        (1e-6, {"lr": 3e-3, "warmup_steps": 100_000}, "warmup_steps (now 100000)"),
+        (1e-9, {"lr": 1e-9}, "set trainer.lr to 1e-06"),
+    ],
+)
+def test_a_rate_that_a_schedule_made_too_low_is_not_answered_with_the_usual_rate(
+    rate: float, settings: Fields, words: str
+) -> None:
+    job = trainer(**settings)
+    (finding,) = (each for each in diagnose(run_of({"lr": rate}, {"lr": rate}), job))
+    assert finding.kind == FaultKind.LR_TOO_LOW
+    assert words in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("age", "distance", "kinds"),
+    [(3.0, 0.6, {FaultKind.STALE}), (3.0, 0.04, set()), (0.0, 0.6, {FaultKind.SAMPLER_MISMATCH})],
+)
+def test_old_samples_that_the_policy_has_left_are_told_from_a_sampler_that_computes_otherwise(
+    age: float, distance: float, kinds: set[FaultKind]
+) -> None:
+    same = {"staleness_mean": age, "kl_sampler": distance, "importance_capped": 0.04}
+    assert {finding.kind for finding in diagnose(run_of(same, same), JOB)} == kinds

@@ -27,6 +27,7 @@ MISMATCHED = {
     "kl_sampler_last": ("the last tokens of answers", "look for settings with which the inference server forbids "
         "or forces tokens that end an answer: min_tokens, ignore_eos, logit_bias, a grammar"),
 }  # fmt: skip
+DRIFTED = 0.2  # kl_sampler of old samples, in nats per token: with usual learning rates it is a tenth of this
 CAPPED = 0.1  # fraction of the importance weights that reach their bound
 
 
@@ -55,15 +56,20 @@ def lr_too_high(seen: Seen) -> RunFinding | None:
 def lr_too_low(seen: Seen) -> RunFinding | None:
     trainer = seen.job.trainer
     usual = LORA_LR if trainer.lora_rank else FULL_LR
-    limit = max(usual / LR_LOW, trainer.lr / LR_LOW**2)
+    limit = trainer.lr / LR_LOW**2  # below which even a warm-up is too long
+    if seen.recent[-1].step >= trainer.warmup_steps + LASTING:
+        limit = max(usual / LR_LOW, limit)
     rates = seen.newest("lr", LASTING)
-    warm = seen.recent[-1].step >= trainer.warmup_steps + LASTING
-    if not rates or not warm or max(rates) > limit or seen.better:
+    if not rates or max(rates) > limit or seen.better:
         return None
+    words, advice = f"{usual:.2g} is usual", f"set trainer.lr to {usual:.2g}"
+    if rates[-1] < trainer.lr / 2:  # the job's own rate may be right: its schedule is not
+        schedule = f"warmup_steps (now {trainer.warmup_steps}), lr_schedule, total_steps (now {trainer.total_steps})"
+        words, advice = f"the job's is {trainer.lr:.2g}", f"look at trainer.{schedule} and min_lr_ratio"
     return seen.found(
         FaultKind.LR_TOO_LOW,
-        f"the learning rate is {rates[-1]:.2g}, while {usual:.2g} is usual; the model is not improving",
-        f"set trainer.lr to {usual:.2g}, or look at lr_schedule, total_steps and min_lr_ratio",
+        f"the learning rate is {rates[-1]:.2g}, while {words}; the model is not improving",
+        advice,
         lambda row: row.trainer["lr"] <= limit if "lr" in row.trainer else None,
     )
 
@@ -107,7 +113,10 @@ def sampler_mismatch(seen: Seen) -> RunFinding | None:
     for name, (tokens, advice) in MISMATCHED.items():
         before, _ = seen.both(trainer_metric(name))
         recent = seen.newest(name, WINDOW)
-        limit = MISMATCH if max(ages, default=0.0) < 0.05 else max(MISMATCH_STALE, MISMATCH_GROWN * median(before))
+        is_stale = max(ages, default=0.0) >= 0.05
+        if is_stale and not seen.comparable:
+            continue  # updates since the samples were drawn may be the reason
+        limit = MISMATCH if not is_stale else max(MISMATCH_STALE, MISMATCH_GROWN * median(before))
         limit = limit if tokens == ALL else max(limit, CONCENTRATED * every)
         if recent and min(recent) >= limit:
             return seen.found(
@@ -123,19 +132,24 @@ def _reaches(name: str, limit: float, row: StepFigures) -> bool:
     return row.trainer.get(name, 0.0) >= limit
 
 
-def weights_capped(seen: Seen) -> RunFinding | None:
-    """Find samples so old that their importance weights reach the bound of the correction."""
-    capped, ages = seen.newest("importance_capped", WINDOW), seen.newest("staleness_mean", WINDOW)
-    if not capped or not ages or min(ages) <= 0.5 or min(capped) <= CAPPED:
-        return None
-    return seen.found(
-        FaultKind.STALE,
-        f"tokens are {mean(ages):.1f} versions old on average, and the correction bounds {median(capped):.0%} of "
-        "their weights",
-        f"set collection.max_staleness to {max(1, seen.job.collection.max_staleness // 2)}, or make the training steps "
-        "faster",
-        lambda row: row.trainer.get("importance_capped", 0.0) > CAPPED,
-    )
+def weights_drift(seen: Seen) -> RunFinding | None:
+    """Find samples so old that the policy has left them: their importance weights reach the bound of the correction,
+    or most weights are far below 1, which no bound shows."""
+    ages = seen.newest("staleness_mean", WINDOW)
+    for name, limit, words in (
+        ("importance_capped", CAPPED, "the correction bounds {:.0%} of their weights"),
+        ("kl_sampler", DRIFTED, "kl_sampler is {:.2g}: the policy has since become another"),
+    ):
+        values = seen.newest(name, WINDOW)
+        if values and ages and min(ages) > 0.5 and min(values) > limit:
+            return seen.found(
+                FaultKind.STALE,
+                f"tokens are {mean(ages):.1f} versions old on average, and {words.format(median(values))}",
+                f"set collection.max_staleness to {max(1, seen.job.collection.max_staleness // 2)}, make the training "
+                "steps faster, or lower trainer.lr or the number of updates of a step",
+                partial(_reaches, name, limit),
+            )
+    return None
 
 
-RULES = (lr_too_high, lr_too_low, not_finite, gradient_clipped, sampler_mismatch, weights_capped)
+RULES = (lr_too_high, lr_too_low, not_finite, gradient_clipped, sampler_mismatch, weights_drift)
