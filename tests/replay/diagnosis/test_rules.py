@@ -353,3 +353,12 @@ def test_old_samples_that_the_policy_has_left_are_told_from_a_sampler_that_compu
 ) -> None:
     same = {"staleness_mean": age, "kl_sampler": distance, "importance_capped": 0.04}
     assert {finding.kind for finding in diagnose(run_of(same, same), JOB)} == kinds
+
+
+@pytest.mark.parametrize(("correlation", "is_found"), [(0.0, True), (0.3, False)])
+def test_rewards_that_have_had_nothing_to_do_with_success_from_the_first_step_are_found(
+    correlation: float, is_found: bool
+) -> None:
+    same = {"verdicts": correlated(correlation)}
+    found = [each for each in diagnose(run_of(same, same), JOB) if each.kind == FaultKind.REWARD_DISAGREES]
+    assert [each.step for each in found] == [1] * is_found

@@ -18,6 +18,7 @@ from bombus.replay.diagnosis.statistics import (
     CERTAIN,
     EPISODES_CERTAIN,
     FEW,
+    SHARE_CERTAIN,
     VISIBLE,
     Moments,
     Spread,
@@ -32,6 +33,7 @@ from bombus.replay.diagnosis.steps import StepFigures
 
 BEYOND = 3.0  # distance from earlier rewards in multiples of their range: games may double it, other scales are tenfold
 INVERTED = -0.2  # correlation of rewards with success
+UNRELATED = 0.2  # the same, which a reward for anything like success exceeds
 DISAGREES = 0.3  # loss of that correlation
 FOLLOWS = 0.4  # correlation of rewards with tokens within groups: 0.2 to 0.3 is usual if long answers are better
 LONGER = 1.25  # growth of the number of tokens since the steps before
@@ -92,6 +94,20 @@ def reward_disagrees(seen: Seen) -> RunFinding | None:
         f"within groups, rewards and is_success correlate by {now.correlation:.2f}, {then.correlation:.2f} before",
         "compare rewards with their episodes: those of other episodes may be reported, or the judge may be wrong",
         lambda row: row.verdicts.correlation < then.correlation - DISAGREES / 2,
+    )
+
+
+def reward_is_unrelated(seen: Seen) -> RunFinding | None:
+    """Find rewards that have nothing to do with `is_success`, perhaps since the first step."""
+    pairs = total([row.verdicts for row in seen.rows], Moments)
+    if not INVERTED < pairs.correlation < UNRELATED - SHARE_CERTAIN / sqrt(max(1, pairs.degrees)):
+        return None
+    return seen.found(
+        FaultKind.REWARD_DISAGREES,
+        f"within groups, rewards and is_success correlate by {pairs.correlation:.2f}: they have little to do with each "
+        "other",
+        "compare rewards with their episodes: those of other episodes may be reported, or the judge may be wrong",
+        lambda row: row.verdicts.correlation < DISAGREES if row.verdicts.degrees else None,
     )
 
 
@@ -235,6 +251,7 @@ RULES = (
     reward_out_of_range,
     reward_inverted,
     reward_disagrees,
+    reward_is_unrelated,
     follows_length,
     one_part_rises,
     always_yes,
