@@ -185,6 +185,10 @@ def duplicate_answers(plan: StepPlan, age: int, strength: float) -> None:
     plan.duplicates, plan.pace = 0.65 + 0.35 * strength, 0.3
 
 
+def constant_prompt(plan: StepPlan, age: int, strength: float) -> None:
+    plan.same_prompt, plan.pace = 0.75 + 0.25 * strength, 0.0
+
+
 def constant_answer(plan: StepPlan, age: int, strength: float) -> None:
     plan.constant = (0.85 + 0.15 * strength) * min(1.0, (age + 1) / 3)
     plan.pace = 0.0
@@ -253,6 +257,7 @@ FAULTS: dict[FaultKind, tuple[Change, Callable[[Recipe], bool]]] = {
         lambda recipe: recipe.rewards != "score" and "method" not in recipe.collection,
     ),
     FaultKind.DUPLICATE_ANSWERS: (duplicate_answers, lambda recipe: recipe.repeat > 1 and recipe.tokens[0] > 20),
+    FaultKind.CONSTANT_PROMPT: (constant_prompt, every),
     FaultKind.CONSTANT_ANSWER: (constant_answer, every),
     FaultKind.LEAKED_ANSWER: (leaked_answer, lambda recipe: recipe.rewards != "score" and recipe.tokens[0] > 20),
     FaultKind.REWARDED_PHRASE: (rewarded_phrase, lambda recipe: recipe.rewards != "score" and recipe.tokens[0] > 20),

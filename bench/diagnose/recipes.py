@@ -44,6 +44,7 @@ class StepPlan:
     metrics: dict[str, float] = field(default_factory=dict)
     duplicates: float = 0.0  # share of the answers that are copies within their group
     constant: float = 0.0  # share of the answers that are one constant
+    same_prompt: float = 0.0  # share of the tasks that have one prompt
     leaked: float = 0.0  # share of the successful answers that were copied from the prompt
     phrase: float = 0.0  # share of the successful answers with a certain phrase
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from math import exp, log
 from random import Random
 
+import msgspec
+
 from bench.diagnose.recipes import Recipe, StepPlan
 from bombus.config.job import RunConfig
 from bombus.hive import events as ev
@@ -231,6 +233,8 @@ class Simulation:
     def _answer(self, plan: StepPlan, outcome: ev.Outcome) -> SampledAnswer:
         chance = self.chance
         prompt = [chance.randrange(100, VOCABULARY) for _ in range(60)]
+        if Random(f"asked {outcome.task}").random() < plan.same_prompt:
+            prompt = list(range(60))
         length = min(outcome.completion_tokens, ANSWER_TOKENS)
         tokens = [chance.randrange(100, VOCABULARY) for _ in range(length)]
         if length == ANSWER_TOKENS:
@@ -244,7 +248,7 @@ class Simulation:
             prompt[10 : 10 + len(tokens)] = tokens
         elif outcome.is_success and chance.random() < plan.phrase:
             tokens[12:12] = PHRASE
-        return SampledAnswer(outcome.task, outcome.reward, prompt, tokens)
+        return SampledAnswer(outcome.task, outcome.reward, prompt, tokens, opens=True)
 
     def _grouped(self, plan: StepPlan, answers: list[SampledAnswer]) -> Iterator[SampledAnswer]:
         """Yield answers, some of them with the tokens of the first one of their group."""
@@ -252,7 +256,7 @@ class Simulation:
         for answer in answers:
             leader = first.setdefault(answer.task, answer)
             copied = self.chance.random() < plan.duplicates
-            yield SampledAnswer(answer.task, answer.reward, answer.prompt, leader.tokens if copied else answer.tokens)
+            yield msgspec.structs.replace(answer, tokens=leader.tokens if copied else answer.tokens)
 
 
 def _with_reward(outcome: ev.Outcome, reward: float) -> ev.Outcome:

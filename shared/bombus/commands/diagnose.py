@@ -11,7 +11,8 @@ from bombus.hive import events as ev
 from bombus.hive.records import unpack_tokens
 from bombus.replay.diagnosis.answers import SampledAnswer, figures_of
 from bombus.replay.diagnosis.diagnose import diagnose
-from bombus.replay.diagnosis.findings import RunFinding
+from bombus.replay.diagnosis.findings import BEFORE_MIN, NEAR_BEST, WINDOW, RunFinding, reward_bounds, reward_of
+from bombus.replay.diagnosis.statistics import VISIBLE, change, mean
 from bombus.replay.diagnosis.steps import RunSeries
 from bombus.replay.logged_run import is_trained_elsewhere
 from bombus.replay.opening import add_source_arguments
@@ -119,11 +120,27 @@ async def read_answers(source: Source, series: RunSeries) -> None:
         except LogCorrupted:  # the calls were purged, or are not in this archive
             continue
         answers = [
-            SampledAnswer(task, reward, unpack_tokens(record.prompt_tail), record.choices[0].token_ids())
+            SampledAnswer(
+                task, reward, unpack_tokens(record.prompt_tail), record.choices[0].token_ids(), record.parent is None
+            )
             for (task, reward, _), record in zip(figures.sampled, records, strict=True)
             if record.choices
         ]
         figures.answers = figures_of(answers)
+
+
+def _progress(series: RunSeries) -> list[str]:
+    """Return what became of the reward: a run that learns nothing may have a fault that no rule looks for."""
+    rewards = [reward for row in series.steps if (reward := reward_of(row)) is not None]
+    first, last = rewards[:WINDOW], rewards[-WINDOW:]
+    least, most = reward_bounds(series.steps)
+    is_good = mean(last) > least + NEAR_BEST * (most - least)
+    if len(rewards) < WINDOW + BEFORE_MIN or is_good or change(first, last) > VISIBLE:
+        return []
+    return [
+        f"But the mean reward has not risen: {mean(first):.3g} in the first {WINDOW} steps, {mean(last):.3g} in the "
+        "last. docs/reward.md says where to look."
+    ]
 
 
 def lines_of(series: RunSeries, findings: list[RunFinding], title: str) -> list[str]:
@@ -132,6 +149,7 @@ def lines_of(series: RunSeries, findings: list[RunFinding], title: str) -> list[
     shown = [f"{title}: {series.name}, steps {series.steps[0].step} to {series.steps[-1].step}"]
     if not findings:
         shown += ["", "No problem was found. docs/diagnose.md says what this looks for, and how often it misses it."]
+        shown += _progress(series)
     for finding in findings:
         shown += ["", f"{finding.kind.in_words}: {finding.figure}"]
         shown.append(f"  from step {finding.step} (event {finding.seq}), last seen at step {finding.until}")

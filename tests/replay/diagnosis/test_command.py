@@ -78,6 +78,17 @@ def test_the_pages_show_what_is_printed() -> None:
         assert f"```\n{shown}\n```" in (ROOT / page).read_text(), page
 
 
+@pytest.mark.parametrize(("gain", "is_said"), [(0.0, True), (-0.01, True), (0.02, False)])
+def test_a_run_without_a_finding_whose_reward_has_not_risen_is_not_called_well(gain: float, is_said: bool) -> None:
+    series = RunSeries("main", 1, RunConfig())
+    rewards = [0.3 + gain * step + 0.01 * (-1) ** step for step in range(20)]
+    series.steps = [StepFigures(rewards=spread(each), lowest=0.0, highest=1.0) for each in rewards]
+    shown = "\n".join(lines_of(series, [], "log"))
+    assert ("the mean reward has not risen" in shown) == is_said
+    series.steps = [StepFigures(rewards=spread(0.95), lowest=0.0, highest=1.0)] * 20
+    assert "has not risen" not in "\n".join(lines_of(series, [], "log")), "it cannot rise much more"
+
+
 def test_the_run_is_the_newest_of_the_engine_that_is_named() -> None:
     log: list[AnyEvent] = [configured(), started(), started(run=2), configured("other"), started("other")]
     assert found("main", *log).chosen("log").name == "main-2"

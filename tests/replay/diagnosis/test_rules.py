@@ -91,6 +91,7 @@ CASES: dict[FaultKind, tuple[Fields, Fields, Fields]] = {
     FaultKind.REWARD_FALLS: ({"rewards": spread(0.1)}, {"rewards": spread(0.4)}, {}),
     FaultKind.REWARD_JUMPS: ({"rewards": spread(0.95, 0.2)}, {"rewards": spread(0.56)}, {}),
     FaultKind.DUPLICATE_ANSWERS: (answers(duplicates=[0.0] * 15), answers(duplicates=[1.0] * 16), {}),
+    FaultKind.CONSTANT_PROMPT: (answers(same_prompt=4), answers(same_prompt=2), {}),
     FaultKind.CONSTANT_ANSWER: (answers(constant=4), answers(constant=2), {}),
     FaultKind.LEAKED_ANSWER: (answers(leaked=11), answers(leaked=11), {}),
     FaultKind.REWARDED_PHRASE: (
@@ -196,7 +197,7 @@ def any_step(chance: Random) -> StepFigures:
 
     read = AnswerFigures(
         rewards=[number() for _ in range(count())], duplicates=[number() for _ in range(count())],
-        tasks=count(), constant=count(), best=count(), leaked=count(),
+        tasks=count(), constant=count(), same_prompt=count(), best=count(), leaked=count(),
         phrases={count(): (number(), number(), number())},
     )  # fmt: skip
     return StepFigures(
@@ -315,6 +316,22 @@ def test_an_entropy_that_falls_as_before_is_a_collapse_once_the_reward_has_stopp
 
 
 @pytest.mark.parametrize(
+    ("level", "successes", "kind"),
+    [
+        (0.0, spread(0.0), FaultKind.TOO_HARD),  # such as minus the number of right answers, none of which is left
+        (0.0, Spread(), FaultKind.TOO_EASY),  # no successes are reported
+        (0.0, spread(0.9), FaultKind.TOO_EASY),
+        (-1.0, spread(0.0), FaultKind.TOO_HARD),
+    ],
+)
+def test_tasks_are_not_too_easy_if_the_highest_reward_is_that_of_failures(
+    level: float, successes: Spread, kind: FaultKind
+) -> None:
+    same = {"silent": spread(level, 0, 15), "lowest": -1.0, "highest": 0.0, "successes": successes}
+    assert kinds_of(run_of(same, same)) & {FaultKind.TOO_EASY, FaultKind.TOO_HARD} == {kind}
+
+
+@pytest.mark.parametrize(
     ("stuck", "is_found"), [(spread(0.0, 0.0, 8), True), (spread(0.1, 0.1, 8), False), (spread(0.6, 0.0, 8), False)]
 )
 def test_a_client_with_one_low_reward_is_found_without_earlier_steps(stuck: Spread, is_found: bool) -> None:
@@ -325,6 +342,15 @@ def test_a_client_with_one_low_reward_is_found_without_earlier_steps(stuck: Spre
     for each in steps:
         each.clients["b"] = spread(0.02, 0.1, 800)
     assert FaultKind.CLIENT_FAILS not in kinds_of(steps), "few of its tasks are expected to be solved"
+
+
+@pytest.mark.parametrize(("correlation", "is_found"), [(0.0, True), (0.3, False)])
+def test_rewards_that_have_had_nothing_to_do_with_success_from_the_first_step_are_found(
+    correlation: float, is_found: bool
+) -> None:
+    same = {"verdicts": correlated(correlation)}
+    found = [each for each in diagnose(run_of(same, same), JOB) if each.kind == FaultKind.REWARD_DISAGREES]
+    assert [each.step for each in found] == [1] * is_found
 
 
 @pytest.mark.parametrize(
@@ -344,6 +370,13 @@ def test_a_rate_that_a_schedule_made_too_low_is_not_answered_with_the_usual_rate
     assert words in finding.advice
 
 
+def test_a_template_that_drops_the_task_from_the_first_step_is_found_as_the_cause() -> None:
+    same = answers(same_prompt=4, constant=4)
+    (finding,) = diagnose(run_of(same, same), JOB)
+    assert (finding.kind, finding.step) == (FaultKind.CONSTANT_PROMPT, 1)
+    assert [each.kind for each in finding.consequences] == [FaultKind.CONSTANT_ANSWER]
+
+
 @pytest.mark.parametrize(
     ("age", "distance", "kinds"),
     [(3.0, 0.6, {FaultKind.STALE}), (3.0, 0.04, set()), (0.0, 0.6, {FaultKind.SAMPLER_MISMATCH})],
@@ -353,12 +386,3 @@ def test_old_samples_that_the_policy_has_left_are_told_from_a_sampler_that_compu
 ) -> None:
     same = {"staleness_mean": age, "kl_sampler": distance, "importance_capped": 0.04}
     assert {finding.kind for finding in diagnose(run_of(same, same), JOB)} == kinds
-
-
-@pytest.mark.parametrize(("correlation", "is_found"), [(0.0, True), (0.3, False)])
-def test_rewards_that_have_had_nothing_to_do_with_success_from_the_first_step_are_found(
-    correlation: float, is_found: bool
-) -> None:
-    same = {"verdicts": correlated(correlation)}
-    found = [each for each in diagnose(run_of(same, same), JOB) if each.kind == FaultKind.REWARD_DISAGREES]
-    assert [each.step for each in found] == [1] * is_found

@@ -183,6 +183,14 @@ def test_a_best_answer_that_stands_in_its_prompt_is_leaked() -> None:
     assert (found.best, found.leaked) == (2, 1)
 
 
+def test_tasks_with_one_prompt_are_counted_unless_an_earlier_call_comes_before_it() -> None:
+    asked = [
+        SampledAnswer(task, 1, prompt, WORDS[:9], opens=True) for task, prompt in zip("aabc", ((1,), (1,), (1,), (2,)))
+    ]
+    assert figures_of(asked).same_prompt == 2
+    assert figures_of([answer(task, 1, WORDS[:9], (1,)) for task in "abc"]).same_prompt == 0
+
+
 def test_a_phrase_has_its_shares_among_better_and_worse_answers() -> None:
     phrase = tuple(range(7000, 7000 + PHRASE_TOKENS))
     every = [answer(task, 1, (*phrase, number)) for number, task in enumerate("ab")]

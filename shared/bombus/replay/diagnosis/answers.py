@@ -18,19 +18,22 @@ ANSWER_TOKENS_MIN = 8  # shorter answers may match others or the prompt by chanc
 
 
 class SampledAnswer(msgspec.Struct, frozen=True):
-    """The last answer of an episode. `prompt` is what the answer's call added to the conversation."""
+    """The last answer of an episode. `prompt` is what the answer's call added to the conversation, which is the whole
+    prompt if the call `opens` it."""
 
     task: str
     reward: float
     prompt: Sequence[int]
     tokens: Sequence[int]
+    opens: bool = False
 
 
 class AnswerFigures(msgspec.Struct, kw_only=True, frozen=True):
     """Counts over the answers of one step that were read.
 
     `rewards` has the rewards of all these answers, and `duplicates` the rewards of those that have an equal answer in
-    their group. `constant` counts the tasks that share the most common answer. Of the `best` answers, `leaked` appear
+    their group. `constant` counts the tasks that share the most common answer, and `same_prompt` those that share the
+    most common prompt; only prompts without earlier answers count. Of the `best` answers, `leaked` appear
     word for word in their prompt. `phrases` maps the hash of each frequent token sequence to the fractions of all
     answers, of the better and of the worse answers in their groups, that contain the sequence.
     """
@@ -39,6 +42,7 @@ class AnswerFigures(msgspec.Struct, kw_only=True, frozen=True):
     duplicates: list[float] = []
     tasks: int = 0
     constant: int = 0
+    same_prompt: int = 0
     best: int = 0
     leaked: int = 0
     phrases: dict[int, tuple[float, float, float]] = {}
@@ -55,11 +59,13 @@ def figures_of(answers: Iterable[SampledAnswer]) -> AnswerFigures:
         groups[answer.task].append(answer)
     duplicates: list[float] = []
     tasks_with: Counter[tuple[int, ...]] = Counter()
+    tasks_asked: Counter[tuple[int, ...]] = Counter()
     for group in groups.values():
         texts = [tuple(answer.tokens[:TOKENS_MAX]) for answer in group]
         counts = Counter(texts)
         repeated = [counts[text] > 1 and len(text) >= ANSWER_TOKENS_MIN for text in texts]
         duplicates += [answer.reward for answer in compress(group, repeated)]
+        tasks_asked.update({tuple(answer.prompt) for answer in group if answer.opens})
         tasks_with.update(text for text, count in counts.items() if 2 * count >= len(group))
     best = [answer for group in groups.values() for answer in _best(group) if len(answer.tokens) >= ANSWER_TOKENS_MIN]
     return AnswerFigures(
@@ -67,6 +73,7 @@ def figures_of(answers: Iterable[SampledAnswer]) -> AnswerFigures:
         duplicates=duplicates,
         tasks=len(groups),
         constant=max(tasks_with.values(), default=0),
+        same_prompt=max(tasks_asked.values(), default=0),
         best=len(best),
         leaked=sum(_stands_in(answer.tokens, answer.prompt) for answer in best),
         phrases=_phrases(groups.values()),

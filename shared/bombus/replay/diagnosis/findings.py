@@ -54,6 +54,7 @@ class FaultKind(StrEnum):
     REWARD_FALLS = "reward_falls"
     REWARD_JUMPS = "reward_jumps"
     DUPLICATE_ANSWERS = "duplicate_answers"
+    CONSTANT_PROMPT = "constant_prompt"
     CONSTANT_ANSWER = "constant_answer"
     LEAKED_ANSWER = "leaked_answer"
     REWARDED_PHRASE = "rewarded_phrase"

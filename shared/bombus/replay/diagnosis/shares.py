@@ -8,10 +8,11 @@ import msgspec
 from bombus.config.algorithms import Estimator, named
 from bombus.hive.failures import FAILURES, FailureKind
 from bombus.replay.diagnosis.findings import NEAR_BEST, FaultKind, RunFinding, Seen, reward_bounds
-from bombus.replay.diagnosis.statistics import median, share_at_least
+from bombus.replay.diagnosis.statistics import Spread, median, share_at_least, total
 from bombus.replay.diagnosis.steps import RECENT, StepFigures
 
 WORTH = 0.25  # share of answers that could be better: below this, the model has learned nearly all tasks
+RARE = 0.05  # share of successes below which a high reward is not for them
 SILENT = 0.6  # share of groups: above this, most of the work is wasted. Half is usual in healthy runs
 
 
@@ -59,6 +60,10 @@ def _cut(row: StepFigures) -> tuple[float, float]:
     return row.trainer.get("episodes_cut", 0), row.trainer.get("episodes", 0)
 
 
+def _same_prompt(row: StepFigures) -> tuple[float, float]:
+    return (row.answers.same_prompt, row.answers.tasks) if row.answers.same_prompt > 1 else (0, row.answers.tasks)
+
+
 def _constant(row: StepFigures) -> tuple[float, float]:
     return (row.answers.constant, row.answers.tasks) if row.answers.tasks > 1 else (0, 0)
 
@@ -86,7 +91,9 @@ SHARES = (
         compared=True),
     ShareRule(FaultKind.TRUNCATED, _cut, 0.15,  # usually below 0.1 if answers have enough room
         "{share:.0%} of the episodes have an answer that was cut at a limit of the job or the model",
-        "raise rollout.max_response_length (now {job.rollout.max_response_length}), or set trainer.overlong to mask"),
+        "raise the limit that is reached, rollout.max_response_length_in_one_turn (now "
+        "{job.rollout.max_response_length_in_one_turn}) or max_response_length (now "
+        "{job.rollout.max_response_length}), or set trainer.overlong to mask"),
     ShareRule(FaultKind.TRUNCATED, lambda row: (row.truncated, row.tokens.count), 0.15,
         "{share:.0%} of the episodes ran out of turns, tokens or time, compared with {before:.0%} before",
         "raise the budget of turns, tokens or time of the environment, or the limit of the reward's program",
@@ -100,6 +107,11 @@ SHARES = (
     ShareRule(FaultKind.EVALUATED_ON_TRAINED, lambda row: (row.evaluated_known, row.evaluated.count), 0.1,
         "{share:.0%} of {count} evaluation episodes have a task that was trained on",
         "evaluate on tasks that are held out: their ids must not occur in training"),
+    ShareRule(FaultKind.CONSTANT_PROMPT, _same_prompt, 0.6,
+        "{hits} of {count} tasks that were read have the same prompt as another",
+        "read the prompts of two tasks (`bombus replay episode ID --prompt`): the template may drop the task, a cache "
+        "may mix them up, or rows of the data set may be equal",
+        count_min=10),
     ShareRule(FaultKind.CONSTANT_ANSWER, _constant, 0.6,
         "the same answer is given to {hits} of {count} tasks that were read",
         "read one episode: what is rewarded does not depend on the task. Balance the tasks, or change the reward",
@@ -120,6 +132,9 @@ TOO_EASY = ShareRule(FaultKind.TOO_EASY, _silent, SILENT,
 TOO_HARD = ShareRule(FaultKind.TOO_HARD, _silent, SILENT, TOO_EASY.figure,
     "use easier tasks first (a curriculum), give partial reward, or raise rollout.num_repeat (now "
     "{job.rollout.num_repeat})")  # fmt: skip
+FAILING = msgspec.structs.replace(TOO_HARD,
+    advice="check the sign of the reward, and what it is for answers that fail: they get the highest; if both are "
+    f"right, {TOO_HARD.advice}")  # fmt: skip
 ABORTED = ShareRule(FaultKind.EPISODES_ABORTED, _aborted, 0.2,
     "{share:.0%} of the episodes were aborted",
     "read the reasons with `bombus replay timeline --kind episode.aborted`")  # fmt: skip
@@ -154,13 +169,21 @@ def duplicate_answers(seen: Seen) -> RunFinding | None:
 
 
 def no_signal(seen: Seen) -> RunFinding | None:
-    """Find groups whose episodes all have the same reward, where that reward is mostly low or mostly high."""
+    """Find groups whose episodes all have the same reward, where that reward is mostly low or mostly high.
+
+    The highest reward of all is not a high one if hardly any episode succeeds.
+    """
     if len(seen.recent) < 3:
         return None
     level = median([row.silent.mean for row in seen.recent if row.silent.count])
     least, most = reward_bounds(seen.rows)
-    found = (TOO_EASY if level > ((least + most) / 2 if most > least else 0.0) else TOO_HARD)(seen)
-    return found and msgspec.structs.replace(found, figure=f"{found.figure}, usually about {level:.3g}")
+    successes = total([row.successes for row in seen.recent], Spread)
+    is_high = level > ((least + most) / 2 if most > least else 0.0)
+    if is_high and successes.count and successes.mean < RARE:
+        found, words = FAILING(seen), f", and {successes.mean:.0%} of the episodes succeed"
+    else:
+        found, words = (TOO_EASY if is_high else TOO_HARD)(seen), ""
+    return found and msgspec.structs.replace(found, figure=f"{found.figure}, usually about {level:.3g}{words}")
 
 
 def episodes_aborted(seen: Seen) -> RunFinding | None:
