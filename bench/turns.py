@@ -276,7 +276,7 @@ def job_of(model: str, tools: Literal["template", "hermes"]) -> Job:
 
 
 @asynccontextmanager
-async def running_bench(template: str = "") -> AsyncIterator[Bench]:
+async def running_bench(template: str = "", durability: str = "process") -> AsyncIterator[Bench]:
     """Run a hive with a scripted replica for the block."""
     tools: Literal["template", "hermes"] = "template" if template else "hermes"  # SmolLM2's has no place for them
     files = files_of(template)
@@ -284,7 +284,7 @@ async def running_bench(template: str = "") -> AsyncIterator[Bench]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_model(model, files, text)
-        async with hive.running(Path(folder), threads=1) as url, AsyncSwarmClient(url) as client:
+        async with hive.running(Path(folder), 1, durability) as url, AsyncSwarmClient(url) as client:
             await client.auto_sync_train_config_and_start_engine(job_of(str(model), tools))
             nats = (Path(folder) / "hive/nats-url").read_text().strip()
             async with (
