@@ -47,6 +47,23 @@ async def test_many_messages_are_returned_in_the_requested_order(bus: Bus) -> No
     assert await bus.get_many(bus.subjects.calls_stream, []) == []
 
 
+async def test_messages_that_follow_one_another_are_read_with_one_request(bus: Bus) -> None:
+    subject = bus.subjects.call("e", "episode")
+    await asyncio.gather(*[await bus.publisher.submit(subject, b"%d" % n, msg_id=str(n)) for n in range(1, 101)])
+    sent = bus.client.stats["out_msgs"]
+    found = await bus.get_many(bus.subjects.calls_stream, [*range(2, 50), 60, *range(71, 101)])
+    assert [int(stored.data) for stored in found] == [*range(2, 50), 60, *range(71, 101)]
+    assert bus.client.stats["out_msgs"] == sent + 3
+
+
+async def test_a_run_that_does_not_fit_into_one_answer_is_read_to_its_end(bus: Bus) -> None:
+    subject, size = bus.subjects.call("e", "episode"), 3 << 20
+    for n in range(4):
+        await bus.publisher.publish(subject, bytes([n]) * size, msg_id=str(n))
+    found = await bus.get_many(bus.subjects.calls_stream, range(1, 5))
+    assert [(stored.data[0], len(stored.data)) for stored in found] == [(n, size) for n in range(4)]
+
+
 async def test_many_readers_of_large_messages_do_not_overwhelm_their_connection(bus: Bus) -> None:
     """The server cuts off a connection for which it holds more than 64 MB."""
     subject, size = bus.subjects.call("e", "episode"), 6 << 20
@@ -77,6 +94,8 @@ async def test_a_missing_sequence_is_a_corrupted_log(bus: Bus) -> None:
         await bus.get(bus.subjects.calls_stream, 2)
     with pytest.raises(LogCorrupted, match="at 3"):
         await bus.get_many(bus.subjects.calls_stream, [1, 3])
+    with pytest.raises(LogCorrupted, match="at 2"):
+        await bus.get_many(bus.subjects.calls_stream, range(1, 4))
 
 
 async def test_purging_below_a_position_keeps_the_messages_from_it_on(bus: Bus) -> None:

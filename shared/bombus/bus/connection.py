@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -336,36 +336,53 @@ class Bus:
     async def get_many(self, stream: str, seqs: Sequence[int]) -> list[Stored]:
         """Return the messages at `seqs`, in that order, with many requests in flight. Raises as `get` does.
 
-        All readers of this connection share one limit on the requests in flight.
+        Messages that follow one another are read with one request. All readers of this connection share one limit on
+        what is in flight.
         """
         found: dict[int, Stored] = {}
-        wanted = deque(dict.fromkeys(seqs))
-        running: set[asyncio.Task[Stored]] = set()
+        wanted = deque(_runs(seqs))
+        running: set[asyncio.Task[tuple[range, list[Stored]]]] = set()
         largest = 1
         try:
             while wanted or running:
-                size = largest if found else GET_BYTES_FIRST
-                while wanted and self._getting.try_acquire(size):
-                    running.add(self._start_get(stream, wanted.popleft(), size))
-                if not running:
-                    await self._getting.acquire(size, GET_ROOM_S)
+                while wanted:
+                    run = wanted[0]
+                    size = largest if found and len(run) == 1 else max(GET_BYTES_FIRST, largest)
+                    if not self._getting.try_acquire(size):
+                        if running:
+                            break
+                        await self._getting.acquire(size, GET_ROOM_S)
                     running.add(self._start_get(stream, wanted.popleft(), size))
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    stored = task.result()
-                    found[stored.seq] = stored
-                    largest = max(largest, len(stored.data))
+                    run, messages = task.result()
+                    found |= {stored.seq: stored for stored in messages}
+                    largest = max(largest, *(len(stored.data) for stored in messages))
+                    if rest := run[len(messages) :]:
+                        wanted.append(rest)
             return [found[seq] for seq in seqs]
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _start_get(self, stream: str, seq: int, size: int) -> asyncio.Task[Stored]:
-        """Get a message for which `size` bytes of the window were acquired, and then release those bytes."""
-        task = asyncio.create_task(self.get(stream, seq))
+    def _start_get(self, stream: str, run: range, size: int) -> asyncio.Task[tuple[range, list[Stored]]]:
+        """Get messages for which `size` bytes of the window were acquired, and then release those bytes."""
+        task = asyncio.create_task(self._get_run(stream, run, size))
         task.add_done_callback(lambda _: self._getting.release(size))
         return task
+
+    async def _get_run(self, stream: str, run: range, size: int) -> tuple[range, list[Stored]]:
+        """Return a run of sequences, and the messages at the first of them: as many as fit into `size` bytes, and at
+        least one."""
+        messages: list[Stored] = []
+        if len(run) > 1:
+            body = b'{"seq":%d,"batch":%d,"max_bytes":%d}' % (run.start, len(run), size)
+            for answer in await self.requests.request_batch(f"$JS.API.DIRECT.GET.{stream}", body):
+                stored = stored_from_direct(answer)
+                if stored.seq == run.start + len(messages):
+                    messages.append(stored)
+        return run, messages or [await self.get(stream, run.start)]
 
     async def secret(self, name: str) -> bytes:
         """Return the hive's secret `name`: 32 random bytes, created by the first caller.
@@ -455,6 +472,18 @@ class _ErrorLog:
     def forget(self) -> None:
         """Log every error as a warning again, now that the connection is back."""
         self._logged.clear()
+
+
+def _runs(seqs: Iterable[int]) -> Iterator[range]:
+    """Yield the sequences as runs without gaps."""
+    run = range(0)
+    for seq in sorted(set(seqs)):
+        if run and seq != run.stop:
+            yield run
+            run = range(0)
+        run = range(run.start if run else seq, seq + 1)
+    if run:
+        yield run
 
 
 async def _look_for_server(url: str) -> None:

@@ -46,6 +46,7 @@ class Requests:
         self._prefix = f"{inbox}."
         self._timeout_s = timeout_s
         self._pending: dict[int, asyncio.Future[ReceivedMessage | None]] = {}  # a result of None means: send it again
+        self._batches: dict[int, list[ReceivedMessage]] = {}  # what has arrived of answers in many messages
         self._next = 0
 
     async def open(self) -> None:
@@ -72,6 +73,17 @@ class Requests:
         finally:
             self._pending.pop(token, None)
         raise BusUnavailable(f"{subject}: {why} within {allowed_s:g} s")
+
+    async def request_batch(self, subject: str, body: bytes) -> list[ReceivedMessage]:
+        """Send a request whose answer is many messages, and return those. The answer may end early, and if the request
+        had to be repeated, messages may be repeated too. Raises as `request` does."""
+        token, batch = self._next, list[ReceivedMessage]()  # `request` takes this token before it waits
+        self._batches[token] = batch
+        try:
+            await self.request(subject, body)
+        finally:
+            del self._batches[token]
+        return batch
 
     async def api(self, call: ApiCall[_ReplyT], timeout_s: float | None = None) -> _ReplyT:
         """Make a call to JetStream's API and return the decoded answer.
@@ -133,6 +145,11 @@ class Requests:
                     raise
 
     async def _on_answer(self, message: ReceivedMessage) -> None:
-        answered = self._pending.get(int(message.subject[len(self._prefix) :]))
+        token = int(message.subject[len(self._prefix) :])
+        batch = self._batches.get(token)
+        if batch is not None and message.headers is not None and "Status" not in message.headers:
+            batch.append(message)
+            return
+        answered = self._pending.get(token)
         if answered is not None and not answered.done():
             answered.set_result(message)
