@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from math import isfinite
 from typing import Generic, TypeVar
 
@@ -91,12 +92,14 @@ class StepBackend(ABC, Generic[P]):
             tally.classes = answer_ends(batch)
         rate, terms = learning_rate(step, self.settings), TrainedTerms(batch)
         with self.training():
-            old = self._old_logprobs(batch, step, tally, interrupted)
-            for epoch in range(self.settings.config.ppo_epochs):
-                for items in mini_batches(batch, self.settings, step, epoch):
-                    updated, noted = self._update(items, rate, old, tally, interrupted), tally.noted_ids()
-                    if updated:
-                        terms.note(items, *noted)
+            epochs = [
+                mini_batches(batch, self.settings, step, epoch) for epoch in range(self.settings.config.ppo_epochs)
+            ]
+            old = self._old_logprobs(batch, epochs, tally, interrupted)
+            for items in chain.from_iterable(epochs):
+                updated, noted = self._update(items, rate, old, tally, interrupted), tally.noted_ids()
+                if updated:
+                    terms.note(items, *noted)
         for counts_N in (terms.computed_N, terms.masked_N):
             self.ranks.total(counts_N)
         if self.ranks.leads:
@@ -144,15 +147,18 @@ class StepBackend(ABC, Generic[P]):
         return isfinite(loss) and isfinite(norm)
 
     def _old_logprobs(
-        self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
+        self,
+        batch: PreparedBatch,
+        epochs: Sequence[list[list[TrainingItem]]],
+        tally: Tally,
+        interrupted: Callable[[], bool],
     ) -> Floats | None:
         """Compute the logprobs of all the batch's terms before its first update, or return None if there is only one
         update."""
-        parts = mini_batches(batch, self.settings, step, epoch=0)
-        if len(parts) * self.settings.config.ppo_epochs <= 1:
+        if sum(map(len, epochs)) <= 1:
             return None
         old = np.zeros(batch.terms, dtype=np.float32)
-        items = [item for part in parts for item in part]
+        items = [*chain.from_iterable(epochs[0])]
         with tally.phase("old_logprobs"):
             for micro_batch in self._in_turn(items, tally, interrupted, backward=False):
                 ids_N, logprobs_N = self.logprobs(micro_batch, tally)

@@ -282,9 +282,10 @@ def answer_ends(batch: PreparedBatch) -> dict[str, Flags]:
     for entry in (entry for group in batch.groups for entry in group.sequences):
         positions = np.flatnonzero(entry.sequence.loss_mask_T)
         calls = entry.sequence.calls_T[positions]
-        begins = np.flatnonzero((np.diff(positions, prepend=-1) > 1) | (np.diff(calls, prepend=-2) != 0))
-        first[entry.first_id + begins] = True
-        last[entry.first_id + np.append(begins[1:], len(positions)) - 1] = True
+        here = slice(entry.first_id, entry.first_id + len(positions))
+        goes_on = (positions[1:] - positions[:-1] == 1) & (calls[1:] == calls[:-1])
+        first[here][1:] = last[here][:-1] = ~goes_on
+        first[here][:1] = last[here][-1:] = True
     return {"first": first, "last": last}
 
 
