@@ -2,25 +2,39 @@
 
 from pathlib import Path
 
+import msgspec
 import torch
+import torch.distributed as dist
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from bombus.architectures.canary import canary_logprobs, sum_of_bits
+from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
+from bombus.weights.canary import IN_FLOAT64, Expected
+from bombus.weights.canary import compare as check_canary
 from bombus.weights.deltas import FULL_FILE, file_sha256
 from bombus.weights.merging import merge_files
-from bombus_trainer.backend import TrainerBackend
+from bombus.weights.models import load_model
+from bombus_trainer.backend import OperationBackend, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.verl.executor import VerlExecutor
 from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.publish.export import ModelPart, VersionTarget, export, export_adapter, export_base
+from bombus_trainer.rank_leader import Board, Leader, follow
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, tiny_settings, tiny_tokenizer
 from tests.verl.given import CASES, PACKED, STEPS, facts, groups, model_folder, settings
-from tests.verl.processes import on_ranks
+from tests.verl.processes import EXCHANGE_S, on_ranks
 
 Found = dict[str, object]
 SHARES = ("importance_capped", "masked_share", "clip_fraction")
+CANARIES: dict[str, dict[str, object]] = {
+    "all weights": {},
+    "half precision": {"model": {"dtype": "bfloat16"}},
+    "an adapter": {"lora_rank": 4, "lora_alpha": 8},
+}
 KEPT = ("loss", "grad_norm", "entropy", "kl_sampler", "tokens_trained", "sequences", "lr", "updates", *SHARES)
 
 
@@ -28,6 +42,7 @@ def compute(folder: Path, ranks: Ranks) -> Found:
     model = model_folder(folder)
     found: Found = {case: compare(model, case, ranks, folder / case) for case in CASES}
     found["lora"] = lora(model, ranks, folder / "lora")
+    found["canary"] = {way: canary(model, way, ranks, folder / "canary" / way) for way in CANARIES}
     found["restart"] = restart(model, ranks, folder / "restart")
     found["algorithms"] = algorithms(model, ranks)
     found["few"] = few(model, ranks)
@@ -98,6 +113,33 @@ def merged_adapter(backend: VerlExecutor, ranks: Ranks, folder: Path) -> str:
     adapter = export_adapter(backend, VersionTarget(folder, STEPS, 1), base)
     merge_files(Path(base.where), Path(adapter.where), folder / "merged")
     return file_sha256(folder / "merged" / FULL_FILE)
+
+
+def canary(model: Path, way: str, ranks: Ranks, folder: Path) -> Found:
+    """Return how far a replica of what the leader publishes is from its canary, and what a step changes in that."""
+    chosen = tiny_settings(**CANARIES[way])
+    board = Board(dist.distributed_c10d._get_default_store(), ranks)
+    if not ranks.leads:
+        follow(board, lambda job: VerlExecutor(model, chosen, ranks), no_operations)
+        return {}
+    leader = Leader(board, lambda job: VerlExecutor(model, chosen, ranks), no_operations, EXCHANGE_S)
+    backend, part = leader.load(chosen.job), ModelPart.ADAPTER if chosen.config.lora_rank else ModelPart.MODEL
+    before = backend.canary(part)
+    backend.train_step(groups(1), 1)
+    after, where = backend.canary(part), export(backend, VersionTarget(folder, 1, 1)).where
+    leader.stop()
+    assert before is not None
+    assert after is not None
+    replica = load_model(Path(where))
+    bits = sum_of_bits(replica.named_parameters())
+    check = check_canary(Expected(1, after, before), canary_logprobs(replica), IN_FLOAT64, bits)
+    assert check is not None
+    changed = max(abs(one - other) for one, other in zip(before.logprobs, after.logprobs))
+    return {"difference": check.difference, "changed": changed, **msgspec.to_builtins(after)}
+
+
+def no_operations(job: RunConfig, executor: ExecutorSettings) -> OperationBackend:
+    raise EngineFault("no operations here")
 
 
 def restart(model: Path, ranks: Ranks, folder: Path) -> Found:

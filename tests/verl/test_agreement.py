@@ -105,6 +105,15 @@ def test_an_adapter_published_alone_gives_the_weights_that_are_published_merged(
     assert found["lora"]["merged_sha256"] == found["lora"]["verl"][-1]["sha256"]
 
 
+@pytest.mark.parametrize("way", ["all weights", "half precision", "an adapter"])
+def test_the_canary_is_what_a_replica_of_the_published_weights_computes(found: dict[str, Any], way: str) -> None:
+    canary = found["canary"][way]
+    assert canary["difference"] < 2e-5
+    assert canary["changed"] > 1e-2, "it is of the weights after the step"
+    assert (canary.get("effect", 0.0) > 1e-3) == ("bits" not in canary) == (way == "an adapter")
+    assert canary["dtype"] == ("bfloat16" if way == "half precision" else "float32")
+
+
 def test_a_step_after_a_restart_is_the_step_without_one(found: dict[str, Any]) -> None:
     restart = found["restart"]
     assert restart["again_sha256"] == restart["straight_sha256"]

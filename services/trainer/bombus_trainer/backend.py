@@ -12,7 +12,7 @@ from bombus.operations import Operation, Result
 from bombus.weights.checkpoints import Checkpoint
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.operations.settings import ExecutorSettings
-from bombus_trainer.publish.export import ModelPart, Outline, Tensors
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors, WeightsSource
 from bombus_trainer.publish.step_checkpoint import StepFacts
 from bombus_trainer.settings import TrainerSettings
 
@@ -80,9 +80,9 @@ class TrainerBackend(Protocol):
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
 
-    def canary(self, part: ModelPart = ModelPart.MODEL) -> Canary | None:
-        """Return the canary of the current weights as they are published, with `part`, or None if it is not
-        computed."""
+    def canary(self, part: ModelPart = ModelPart.MODEL, source: WeightsSource | None = None) -> Canary | None:
+        """Return the canary of the current weights as they are published, with `part`, or None if it cannot be
+        computed. If there are several ranks, `source` reads the weights on all of them."""
         ...
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:

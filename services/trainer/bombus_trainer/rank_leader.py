@@ -26,7 +26,7 @@ from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.operations.checkpoints import ModelCheckpoint
 from bombus_trainer.operations.settings import ExecutorSettings
-from bombus_trainer.publish.export import ModelPart, Outline, Tensors
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors, WeightsSource
 from bombus_trainer.publish.step_checkpoint import StepFacts
 from bombus_trainer.ranks import LEADER, Ranks
 from bombus_trainer.settings import TrainerSettings
@@ -174,8 +174,8 @@ class _LeaderBackend:
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
         return self._ours.outline(part)
 
-    def canary(self, part: ModelPart = ModelPart.MODEL) -> Canary | None:
-        return self._ours.canary(part)
+    def canary(self, part: ModelPart = ModelPart.MODEL, source: WeightsSource | None = None) -> Canary | None:
+        return self._ours.canary(part, source or self)
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         return self._leader.run(("gather_weights", (part,)), lambda: self._ours.read_weights(use, part))

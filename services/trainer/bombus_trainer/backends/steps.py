@@ -1,27 +1,33 @@
 """A training step on a batch, for every backend: a series of updates, each from the gradients of micro-batches."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from math import isfinite
+from math import isfinite, sqrt
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
+from bombus.errors import in_one_line
 from bombus.faults import Point, reached
+from bombus.hive.events import Canary
 from bombus.hive.fates import StepTokens
-from bombus_trainer.backend import Interrupted
+from bombus_trainer.backend import BackendLost, Interrupted
 from bombus_trainer.backends.torch.metrics import Tally, reward_metrics
 from bombus_trainer.backends.torch.optim import learning_rate
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, answer_ends, mini_batches, prepare, staleness
 from bombus_trainer.data.fates import TrainedTerms, step_tokens
 from bombus_trainer.data.packing import TrainingItem
 from bombus_trainer.data.sequences import Floats, Ints
+from bombus_trainer.publish.export import ModelPart, Outline, WeightsSource
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.recovery.progress import advanced
 from bombus_trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
 
 P = TypeVar("P")
 
@@ -34,6 +40,7 @@ class StepBackend(ABC, Generic[P]):
 
     settings: TrainerSettings
     ranks: Ranks
+    _base_canary: tuple[float, ...] = ()  # canary of the model under an adapter, once computed
 
     @property
     @abstractmethod
@@ -69,6 +76,36 @@ class StepBackend(ABC, Generic[P]):
     @abstractmethod
     def take_step(self, rate: float) -> float:
         """Update the model at this learning rate, unless the gradient norm is not finite. Return the norm."""
+
+    @abstractmethod
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
+
+    @abstractmethod
+    def canary_figures(self, part: ModelPart, source: WeightsSource | None) -> tuple[tuple[float, ...], str]:
+        """Return the canary's logprobs with the weights as they are published, with `part`, and for a whole model the
+        sum of their bits. Only the leader calls this; `source` reads the weights on all ranks."""
+
+    def canary(self, part: ModelPart = ModelPart.MODEL, source: WeightsSource | None = None) -> Canary | None:
+        """See `TrainerBackend.canary`."""
+        try:
+            return self._canary(part, source)
+        except BackendLost:
+            raise
+        except Exception as error:  # a family's own code may raise anything; training goes on without a canary
+            log.warning("this model's canary cannot be computed, so replicas are not checked: %s", in_one_line(error))
+            return None
+
+    def _canary(self, part: ModelPart, source: WeightsSource | None) -> Canary | None:
+        logprobs, bits = self.canary_figures(part, source)
+        if not all(map(isfinite, logprobs)):
+            return None
+        dtype = str(self.outline().dtype).removeprefix("torch.")
+        if part != ModelPart.ADAPTER:
+            return Canary(logprobs=logprobs, dtype=dtype, bits=bits)
+        if not self._base_canary:
+            self._base_canary, _ = self.canary_figures(ModelPart.BASE, source)
+        squares = [(one - other) ** 2 for one, other in zip(logprobs, self._base_canary, strict=True)]
+        return Canary(logprobs=logprobs, dtype=dtype, effect=sqrt(sum(squares) / len(squares)))
 
     def prepared(self, groups: list[EpisodeGroup]) -> PreparedBatch:
         """Return the sequences of a batch, with their advantages."""

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from math import isfinite, sqrt
+from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from bombus.architectures.canary import sum_of_bits
-from bombus.errors import in_one_line
-from bombus.hive.events import Canary
 from bombus.operations import AdamParams
 from bombus.weights.checkpoints import STATE, Checkpoint, Seal
 from bombus.weights.models import load_tokenizer_files
@@ -25,7 +23,7 @@ from bombus_trainer.backends.torch.model import ScoredTerms
 from bombus_trainer.backends.torch.trained import TrainedModel
 from bombus_trainer.data.packing import Bin, TrainingItem, shard_bins
 from bombus_trainer.data.sequences import Floats, Ints
-from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors, WeightsSource, adapter_outline
 from bombus_trainer.publish.step_checkpoint import StepFacts, load_step, save_step
 from bombus_trainer.publish.tensorfile import write_whole
 from bombus_trainer.ranks import Ranks
@@ -89,7 +87,6 @@ class Executor(StepBackend[Bin]):
         self.policy = self.base.policy
         kept = settings.config.kl_coef > 0.0 and self.base.all_weights  # with an adapter, the base is the reference
         self._reference = self.policy.frozen_copy() if kept else self.policy
-        self._base_canary: tuple[float, ...] = ()  # canary of the model under an adapter, once computed
         self._shapes = self.policy.dense_shapes()  # read by another thread while a step switches adapters on and off
 
     @property
@@ -198,27 +195,11 @@ class Executor(StepBackend[Bin]):
         with self.base.switched_on(self.model.adapters if part == ModelPart.MODEL else {}):
             return use(self.policy.dense_weights())
 
-    def canary(self, part: ModelPart = ModelPart.MODEL) -> Canary | None:
-        """See `TrainerBackend.canary`."""
-        try:
-            return self._canary(part)
-        except Exception as error:  # a family's own code may raise anything; training goes on without a canary
-            log.warning("this model's canary cannot be computed, so replicas are not checked: %s", in_one_line(error))
-            return None
-
-    def _canary(self, part: ModelPart) -> Canary | None:
-        with self.base.switched_on(self.model.adapters):
+    def canary_figures(self, part: ModelPart, source: WeightsSource | None) -> tuple[tuple[float, ...], str]:
+        """See `StepBackend.canary_figures`."""
+        with self.base.switched_on({} if part == ModelPart.BASE else self.model.adapters):
             logprobs = self.policy.canary_logprobs(part)
-        if not all(map(isfinite, logprobs)):
-            return None
-        dtype = str(self.policy.export_dtype).removeprefix("torch.")
-        if part != ModelPart.ADAPTER:
-            return Canary(logprobs=logprobs, dtype=dtype, bits=self.read_weights(sum_of_bits, part))
-        if not self._base_canary:
-            with self.base.switched_on({}):
-                self._base_canary = self.policy.canary_logprobs(part)
-        squares = [(one - other) ** 2 for one, other in zip(logprobs, self._base_canary, strict=True)]
-        return Canary(logprobs=logprobs, dtype=dtype, effect=sqrt(sum(squares) / len(squares)))
+        return logprobs, self.read_weights(sum_of_bits, part) if part == ModelPart.MODEL else ""
 
     def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
         """Do nothing, since the leader itself has all weights."""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bombus.errors import EngineFault
-from bombus.hive.events import Canary
-from bombus.weights.adapters import AdapterConfig, adapter_names, merged
+from bombus.weights.adapters import PREFIX, AdapterConfig, adapter_names, merged
 from bombus.weights.checkpoints import Checkpoint, Seal
 from bombus.weights.models import load_tokenizer_files
 from bombus_trainer.backends.steps import StepBackend
@@ -23,13 +22,14 @@ from bombus_trainer.backends.torch.metrics import Tally
 from bombus_trainer.backends.torch.model import LOSS_TERMS, ScoredTerms, export_dtype
 from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.backends.verl import engine as verl_engine
+from bombus_trainer.backends.verl.canary import gathered_canary, skeleton
 from bombus_trainer.backends.verl.state import load_state, save_state, writer_of
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.data.sharding import MicroBatch, computed_tokens, shard
 from bombus_trainer.publish.checkpoint import seal_files, verify
-from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors, WeightsSource, adapter_outline
 from bombus_trainer.publish.step_checkpoint import StepFacts, read_step, save_step
 from bombus_trainer.publish.tensorfile import Shape
 from bombus_trainer.ranks import Ranks
@@ -219,9 +219,24 @@ class VerlExecutor(StepBackend[MicroBatch]):
             return adapter_outline(self._adapter_config(), self._adapter_shards())
         return Outline(self._export_dtype, self._dense_shapes())
 
-    def canary(self, part: ModelPart = ModelPart.MODEL) -> Canary | None:
-        """Return None: no rank has all the weights."""
-        return None
+    def canary_figures(self, part: ModelPart, source: WeightsSource | None) -> tuple[tuple[float, ...], str]:
+        """See `StepBackend.canary_figures`. No rank has all the weights, so they are gathered once more."""
+        source = source or self
+        adapters = source.read_weights(_by_name, ModelPart.ADAPTER) if part == ModelPart.ADAPTER else {}
+        scale = self.settings.config.lora_alpha / self.settings.config.lora_rank if adapters else 0.0
+        buffers = {_plain_name(name): value for name, value in self._engine.module.named_buffers()}
+        model = skeleton(self._engine.model_config.hf_config, self._dense_shapes(), buffers)
+
+        def computed(tensors: Tensors) -> tuple[tuple[float, ...], str] | Exception:
+            try:
+                return gathered_canary(model, tensors, adapters, scale)
+            except Exception as error:  # raised here, it would end all ranks: the others do not fail
+                return error
+
+        found = source.read_weights(computed, ModelPart.BASE if part == ModelPart.ADAPTER else part)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         """See `TrainerBackend.read_weights`. The leader calls this while the other ranks call `gather_weights`."""
@@ -264,8 +279,9 @@ class VerlExecutor(StepBackend[MicroBatch]):
         dense = []
         for name, value in verl_engine.named_tensors(self._engine):
             if ".lora_" not in name:
-                plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-                dense.append((plain, value, self._export_dtype if isinstance(value, nn.Parameter) else value.dtype))
+                dense.append(
+                    (_plain_name(name), value, self._export_dtype if isinstance(value, nn.Parameter) else value.dtype)
+                )
         return sorted(dense, key=lambda each: -each[2].itemsize)
 
     def _merged(self, name: str, value: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:
@@ -289,6 +305,15 @@ class VerlExecutor(StepBackend[MicroBatch]):
         config = self.settings.config
         layers = {name.partition(".lora_")[0].rpartition(".")[2] for name, _ in self._adapter_shards()}
         return AdapterConfig(r=config.lora_rank, lora_alpha=float(config.lora_alpha), target_modules=sorted(layers))
+
+
+def _plain_name(name: str) -> str:
+    """Return a tensor's name in the model without adapters."""
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
+def _by_name(tensors: Tensors) -> dict[str, Tensor]:
+    return dict(tensors)
 
 
 def _whole(value: Tensor) -> Tensor:
