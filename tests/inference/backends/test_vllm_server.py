@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import save_file
 
 from bombus.errors import EngineFault
 from bombus.machine.environments import environment_python
+from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, AdapterConfig
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm import keeper
 from bombus_inference.backends.vllm.server import VllmServer, vllm_arguments, vllm_environment
@@ -123,6 +127,16 @@ def test_vllm_gets_the_options_that_a_trainer_needs_and_a_private_socket(tmp_pat
         assert words[words.index(name) + 1] == value
     assert "--host" not in words
     assert "--enforce-eager" not in words
+
+
+def test_the_layers_of_the_policys_adapter_and_no_others_have_lora(tmp_path: Path) -> None:
+    config = AdapterConfig(r=4, lora_alpha=8.0, target_modules=["model.layers.0.mlp.up_proj", "q_proj"])
+    (tmp_path / ADAPTER_CONFIG).write_text(config.to_json())
+    save_file({"x": np.zeros(1)}, tmp_path / ADAPTER_FILE, metadata={ADAPTER_CONFIG: config.to_json()})
+    adapted = replace(policy(tmp_path), adapter=tmp_path)
+    words = vllm_arguments(adapted, tmp_path / "s", ComputeSettings(), VllmSettings(), 512)
+    first = words.index("--lora-target-modules") + 1
+    assert words[first : first + 3] == ["q_proj", "up_proj", "--enable-scale-out"]
 
 
 def test_on_a_gpu_vllm_sizes_its_cache_itself_unless_a_size_is_set(tmp_path: Path) -> None:

@@ -48,12 +48,12 @@ class Limits:
         if request.prompt_logprobs and not self.scores:
             raise Refused(
                 Code.UNSUPPORTED,
-                "this replica does not score prompts; the torch backend does, as does vLLM without a LoRA adapter",
+                "this replica does not score prompts; the torch and vLLM backends do",
             )
         if request.plain_logprobs and not (self.scores or samples_plainly(request)):
             why = (
                 "this replica has logprobs at temperature 1 only for tokens sampled at temperature 1 without bias, "
-                "penalties or truncation; the torch backend has them for all, as does vLLM without a LoRA adapter"
+                "penalties or truncation; the torch and vLLM backends have them for all"
             )
             raise Refused(Code.UNSUPPORTED, why)
         if request.adapter and not self.adapters:

@@ -130,11 +130,9 @@ class Answering:
     async def score_canary(self, expected: Expected, dtype: str) -> CanaryCheck | None:
         """Compare the logprobs that vLLM returns with the expected ones.
 
-        Return None if vLLM cannot return any, as for a policy that is an adapter, or does not return them within
-        `CANARY_S`. Raises `CanaryFailed` if they differ, or another `EngineFault` if vLLM fails to score the canary.
+        Return None if vLLM refuses to return any, or does not within `CANARY_S`. Raises `CanaryFailed` if they differ,
+        or another `EngineFault` if vLLM fails to score the canary.
         """
-        if not self.limits.scores:
-            return None
         lines = canary_sequences(self.limits.vocabulary)
         try:
             async with asyncio.timeout(CANARY_S):

@@ -227,7 +227,7 @@ class VllmBackend:
             choices_max,
             self._compute.max_waiting,
             child.constrains,
-            scores=policy.adapter is None,  # with LoRA on the output layer, scoring crashes the engine
+            scores=True,
             adapters=adapters is not None,
         )
         self.run, self._precision = policy.run, compute.precision

@@ -88,14 +88,16 @@ def vllm_arguments(
         # The first request that needs a backend chooses it for all later requests; only xgrammar supports what we send.
         "structured-outputs-config": '{"backend": "xgrammar"}',
     }
-    several: dict[str, list[str]] = {}
     if compute.kv_cache_bytes is not None or compute.device == "cpu":  # on a GPU, vLLM measures the free memory
         options["kv-cache-memory-bytes"] = compute.cache_bytes
     if vllm.gpu_memory_utilization is not None:
         options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
+    targets: set[str] = set()
     if policy.adapter is not None:
+        config = read_adapter_config(policy.adapter)
+        targets = {layer.rpartition(".")[2] for layer in config.target_modules}
         options |= {
-            "max-lora-rank": _lora_rank_max(read_adapter_config(policy.adapter).r),
+            "max-lora-rank": _lora_rank_max(config.r),
             "max-loras": 1,
             "lora-modules": f"{ADAPTER}={policy.adapter}",
             "worker-extension-cls": f"{EXTENSION.stem}.AdapterSwap",
@@ -107,15 +109,13 @@ def vllm_arguments(
             "max-loras": vllm.max_loras + 1,  # one more for the adapter of zeros, which serves as the policy
             "max-cpu-loras": ADAPTERS_IN_MEMORY * vllm.max_loras + 1,
         }
-        # The output layer is excluded: with LoRA on it, scoring a prompt crashes the engine (vLLM 0.32).
         targets = {layer.rpartition(".")[2] for layer in adaptable_layers(read_shapes(policy.folder / FULL_FILE))}
-        several["lora-target-modules"] = sorted(targets)
         if compute.device == "cpu":  # on a CPU, vLLM copies the adapter for each token of a pass
             options["max-num-batched-tokens"] = max(PASS_TOKENS, compute.max_running)
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
-    for name, values in several.items():
-        arguments += [f"--{name}", *values]
+    # The output layer is never among them: with LoRA on it, scoring a prompt crashes the engine (vLLM 0.32).
+    arguments += ["--lora-target-modules", *sorted(targets)] if targets else []
     flags = ["enable-scale-out", "enable-prefix-caching", "enable-prompt-tokens-details"]
     flags += ["disable-uvicorn-access-log", *(["enforce-eager"] if vllm.eager else [])]
     flags += ["enable-lora"] if policy.adapter is not None or beside else []
