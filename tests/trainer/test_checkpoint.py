@@ -146,7 +146,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_trainer_whose_successor_has_removed_its_draft_leaves_the_checkpoint_that_is_there(tmp_path: Path) -> None:
     made = write(tmp_path)
-    with pytest.raises(FileNotFoundError), new_directory(made.path, tmp_path, trainer_epoch=1):
+    with pytest.raises(FileNotFoundError), new_directory(made.path, tmp_path, trainer_epoch=1, durable=True):
         remove_others(tmp_path, [str(made.path)], trainer_epoch=2)
     assert list(tmp_path.iterdir()) == [made.path]
     verify(made, made.files)

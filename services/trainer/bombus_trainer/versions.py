@@ -273,6 +273,6 @@ def check_fits(size: int, room: int) -> None:
 
 
 def _make_files_durable(directory: Path) -> None:
-    for path in (*directory.iterdir(), directory):
+    for path in (*directory.iterdir(), directory, directory.parent):  # it was renamed into its parent
         make_durable(path)
         advanced()

@@ -38,7 +38,7 @@ def write_checkpoint(
 
     `drafts` is the folder for the draft, and must be on the same file system.
     """
-    with new_directory(directory, drafts, trainer_epoch) as draft:
+    with new_directory(directory, drafts, trainer_epoch, durable=True) as draft:
         reached(Point.TRAINER_CHECKPOINT_BEGUN)
         sealed = fill(draft)
         files = {**sealed, **seal_files(draft, lambda name: name not in sealed)}

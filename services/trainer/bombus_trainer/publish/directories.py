@@ -23,8 +23,8 @@ _RUN = re.compile(r"run-(\d+)(?:-epoch-(\d+))?\Z")
 
 
 @contextmanager
-def new_directory(directory: Path, drafts: Path, trainer_epoch: int) -> Iterator[Path]:
-    """Yield a draft in `drafts` to fill. Afterwards it durably takes the place of `directory`.
+def new_directory(directory: Path, drafts: Path, trainer_epoch: int, *, durable: bool) -> Iterator[Path]:
+    """Yield a draft in `drafts` to fill. Afterwards it takes the place of `directory`, durably if `durable`.
 
     If `directory` exists already, it is moved aside first, and removed last or restored: see `settle`.
     """
@@ -38,7 +38,8 @@ def new_directory(directory: Path, drafts: Path, trainer_epoch: int) -> Iterator
             directory.rename(directory.with_name(REPLACED + directory.name))
             reached(Point.TRAINER_DIRECTORY_ASIDE)
         draft.rename(directory)
-        make_durable(directory.parent)
+        if durable:
+            make_durable(directory.parent)
     finally:
         settle(directory)
         shutil.rmtree(draft, ignore_errors=True)

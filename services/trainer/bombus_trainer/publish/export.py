@@ -208,7 +208,7 @@ def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, S
 def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[Path, Path]]:
     """Yield a draft to fill, and the directory that it will become."""
     directory = root / f"{name}-epoch-{trainer_epoch}"  # exists already if this trainer's answer was lost
-    with new_directory(directory, root, trainer_epoch) as draft:
+    with new_directory(directory, root, trainer_epoch, durable=False) as draft:
         reached(Point.TRAINER_WEIGHTS_BEGUN)
         yield draft, directory
         reached(Point.TRAINER_WEIGHTS_WRITTEN)
