@@ -69,11 +69,14 @@ def faulty(run: Run, fault: str, into: Path) -> Policy:
     return planted(run, fault, into)
 
 
-@pytest.mark.parametrize(("rank", "fault"), [(0, "last version's weights"), (4, "adapter not applied")])
+@pytest.mark.parametrize(
+    ("rank", "tied", "fault"),
+    [(0, False, "last version's weights"), (0, True, "delta applied twice"), (4, False, "adapter not applied")],
+)
 async def test_healthy_versions_pass_beside_open_calls_and_a_planted_fault_ends_the_child(
-    rank: int, fault: str, tmp_path: Path
+    rank: int, tied: bool, fault: str, tmp_path: Path
 ) -> None:
-    run = whole_run(tmp_path, rank, 1e-3, tiny_model_folder(tmp_path / "model", hidden_size=128))
+    run = whole_run(tmp_path, rank, 1e-3, tiny_model_folder(tmp_path / "model", tied, hidden_size=128))
     async with vllm("float32") as (backend, client):
         assert await backend.load(run.policy(0), ignore_stage) is not None
         tickets = [client.add(backend, request([5, seed], max_tokens=LONG, stream=True)) for seed in range(4)]

@@ -311,7 +311,7 @@ class VllmBackend:
             if policy.adapter is not None:
                 change = {"method": "swap_adapter", "kwargs": {"name": ADAPTER, "path": str(policy.adapter)}}
             else:
-                change = {"method": "reload_weights", "kwargs": {"weights_path": str(policy.folder)}}
+                change = {"method": "swap_model", "kwargs": {"weights_path": str(policy.folder)}}
             await self._post(server, "/collective_rpc", json=change)
             label = str(WeightLabel(policy.run, policy.version))
             await self._post(server, "/update_weight_version", json={"new_version": label})

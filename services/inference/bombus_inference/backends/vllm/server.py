@@ -45,7 +45,7 @@ MODEL, ADAPTER = "policy", "adapter"  # names in vLLM
 ADAPTERS_IN_MEMORY = 4  # as a multiple of `max_loras`; the others are reread when a request names them
 PASS_TOKENS = 512
 NO_TOKENIZER = "--skip-tokenizer-init"  # vLLM argument that makes structured output unavailable
-EXTENSION = Path(__file__).with_name("adapter_swap.py")
+EXTENSION = Path(__file__).with_name("weight_swap.py")
 # If the child inherited these, it would import our packages instead of its own.
 NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"}
 
@@ -70,7 +70,7 @@ def vllm_arguments(
     """Return the arguments with which Python starts vLLM's server for a policy.
 
     The server samples exactly as requested and reports logprobs of the distribution that it samples from. If the policy
-    has an adapter, vLLM knows it as `ADAPTER`, and `adapter_swap` can replace it. Adapters that are served beside the
+    has an adapter, vLLM knows it as `ADAPTER`, and `weight_swap` can replace it. Adapters that are served beside the
     policy are loaded later. Raises `EngineFault` if vLLM cannot serve the policy's adapter.
     """
     arguments = ["-m", "vllm.entrypoints.openai.api_server"]
@@ -84,6 +84,7 @@ def vllm_arguments(
         "tensor-parallel-size": vllm.tensor_parallel,
         "logprobs-mode": "processed_logprobs",  # logprobs of the distribution that was sampled from
         "max-logprobs": TOP_LOGPROBS_MAX + 1,
+        "worker-extension-cls": f"{EXTENSION.stem}.WeightSwap",
         "generation-config": "vllm",  # not the model's own configuration, which would change how tokens are sampled
         # The first request that needs a backend chooses it for all later requests; only xgrammar supports what we send.
         "structured-outputs-config": '{"backend": "xgrammar"}',
@@ -100,7 +101,6 @@ def vllm_arguments(
             "max-lora-rank": _lora_rank_max(config.r),
             "max-loras": 1,
             "lora-modules": f"{ADAPTER}={policy.adapter}",
-            "worker-extension-cls": f"{EXTENSION.stem}.AdapterSwap",
         }
     beside = serves_beside(policy, compute)
     if beside:
