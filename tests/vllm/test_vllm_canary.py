@@ -95,12 +95,12 @@ async def test_healthy_versions_pass_beside_open_calls_and_a_planted_fault_ends_
 
 @long_only
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("rank", "lr"), [(0, 1e-6), (16, 1e-4)])
+@pytest.mark.parametrize("rank", [0, 16])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-async def test_smollm2_passes_and_gross_faults_are_found(
-    precision: Precision, rank: int, lr: float, tmp_path: Path
+async def test_smollm2_passes_and_faults_are_found_in_float32_but_only_gross_ones_in_bfloat16(
+    precision: Precision, rank: int, tmp_path: Path
 ) -> None:
-    run = whole_run(tmp_path, rank, lr, resolve_model("smollm2"))
+    run = whole_run(tmp_path, rank, 1e-4, resolve_model("smollm2"))
     async with vllm(precision) as (backend, client):
         for version in range(LAST + 1):
             assert await found_by(backend, client, precision, run.policy(version), f"version {version}")
