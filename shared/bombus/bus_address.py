@@ -40,8 +40,8 @@ def check_bus_address(url: str) -> None:
 
 
 def bus_arguments(url: str) -> tuple[str, ...]:
-    """Return a service's arguments for the bus address, or none if the address has a login: then use
-    `bus_environment`."""
+    """Return a service's arguments for the bus address, or none if the address has a login, in which case
+    `bus_environment` passes it on."""
     return () if has_login(url) else ("--nats", url)
 
 

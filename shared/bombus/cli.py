@@ -23,7 +23,8 @@ URL_FILE = Path(".bombus/nats-url")  # the address of the bus, in the data folde
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A command, which is defined in a module next to the code that it runs, or which consists of `subcommands`."""
+    """A command: either one that is defined in a module next to the code that it runs, or one that is made up of
+    `subcommands`."""
 
     module: str
     help: str
@@ -99,7 +100,8 @@ class NotInstalled(BombusError):
 
 
 def load(module: str, extra: str) -> ModuleType:
-    """Import a module of this project that needs the packages in an extra. Raises `NotInstalled`."""
+    """Import a module of this project that needs the packages in an extra. Raises `NotInstalled` if a package is
+    missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

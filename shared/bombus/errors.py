@@ -158,7 +158,7 @@ class StreamEndLost(LogCorrupted):
 
 
 class NewerEvent(LogCorrupted):
-    """An event has a kind or a value that is unknown to this version. The sentence says what to upgrade."""
+    """An event has a kind or a value that is unknown to this version. The error's sentence says what to upgrade."""
 
 
 class EngineFault(BombusError):

@@ -2,7 +2,8 @@
 
 
 def seconds_between(start_ns: int, end_ns: int) -> float:
-    """Return the seconds between two times, or 0 if negative: the clocks of two machines may differ."""
+    """Return the seconds between two times, or 0 if the second time is earlier: the clocks of two machines may
+    differ."""
     return max(0, end_ns - start_ns) / 1e9
 
 

@@ -1,7 +1,7 @@
 """Log formats: lines for a terminal, or JSON with `BOMBUS_LOG=json`.
 
-Ids are passed as `extra={"episode": ...}`, and those listed in FIELDS are printed. This is not on a hot path, because
-services log changes, not every call.
+Ids are passed as `extra={"episode": ...}`, and those listed in FIELDS are printed. Logging is not on a hot path,
+because services log changes, not every call.
 
 A message and its fields are one line, even if clients have put control characters into them: these characters are
 escaped. The lines of a traceback are indented, so that none of them can be mistaken for a separate entry.

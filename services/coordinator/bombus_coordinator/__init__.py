@@ -1,1 +1,1 @@
-"""The coordinator: reads the inbox in order, decides, and is the only author of events."""
+"""The coordinator: reads the inbox in order, makes decisions, and is the only process that writes events."""

@@ -1,8 +1,8 @@
-"""Compact the log: once it is over 60 % full, the leader removes its oldest events, keeping two verified snapshots.
+"""Compact the log: when it is over 60 % full, the leader removes its oldest events, keeping two verified snapshots.
 
 Before events are removed, a separate process (`preparing`) folds the log from its first event up to two snapshots,
-checks that both match the fold, and writes the events to the archive, if there is one. A leader that was deposed and
-does not know it removes nothing that its successor needs: the removed events all precede a snapshot that any process
+checks that both match the fold, and writes the events to the archive, if there is one. A leader that has been deposed
+without knowing it removes nothing that its successor needs: the removed events all precede a snapshot that any process
 can load, and recovery begins at that snapshot or a newer one.
 """
 
@@ -37,7 +37,8 @@ END_S = 2.0  # grace period after SIGTERM, and again after SIGKILL
 
 
 class Compaction(msgspec.Struct, frozen=True, kw_only=True):
-    """How a leader compacts its log. `url` is the bus's URL, and `archive` a folder for the removed events."""
+    """How a leader compacts its log. `url` is the URL of the bus, and `archive` is the folder for the removed
+    events."""
 
     url: str
     archive: Path | None = None
@@ -46,7 +47,7 @@ class Compaction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """What to remove: the events before the snapshot at event `at`. The next snapshot is at event `until`."""
+    """What to remove: the events before the snapshot at event `at`. `until` is the event of the next snapshot."""
 
     at: int
     until: int
@@ -57,14 +58,16 @@ def is_long(events: StreamState) -> bool:
 
 
 def usable(events: StreamState, positions: Sequence[int], damaged: Collection[int] = ()) -> list[int]:
-    """Return those of `positions` (of snapshots, ascending) before which events can be removed."""
+    """Return those snapshots before which events can be removed. `positions` are the snapshots' positions,
+    ascending."""
     return [each for each in positions if events.first_seq < each <= events.last_seq and each not in damaged]
 
 
 def cut_of(events: StreamState, positions: Sequence[int]) -> Cut | None:
-    """Return where to cut a log that is too long, given its usable snapshots. None if there are fewer than two.
+    """Return where to cut a log that is too long, given its usable snapshots, or None if there are fewer than two.
 
-    The cut is at the oldest snapshot that leaves no more than `KEEP` of the stream, or otherwise at the second newest.
+    The cut is at the oldest snapshot that leaves no more than `KEEP` of the stream or, if there is none, at the second
+    newest.
     """
     if len(positions) < 2:
         return None
@@ -76,7 +79,7 @@ def cut_of(events: StreamState, positions: Sequence[int]) -> Cut | None:
 
 
 async def run(bus: Bus, settings: Compaction, hive: Callable[[], Hive], taking: Snapshotter) -> None:
-    """Compact the log whenever it is too long, until cancelled, and send each outcome to the inbox.
+    """Compact the log whenever it is too long, and send each outcome to the inbox, until cancelled.
 
     `taking` is the snapshotter.
     """
@@ -185,8 +188,8 @@ async def prepared(settings: Compaction, hive: str, cut: Cut) -> Prepared:
 
 
 async def end(process: asyncio.subprocess.Process, allowed_s: float = END_S) -> None:
-    """End a process, giving it time to remove its draft. Do not wait for a process that hangs while writing to a dead
-    disk."""
+    """End a process, giving it time to remove its draft. A process that hangs while writing to a dead disk is not
+    waited for."""
     for stop in (process.terminate, process.kill):
         if process.returncode is not None:
             return

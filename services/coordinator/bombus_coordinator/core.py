@@ -45,7 +45,8 @@ _TOO_LARGE = (
 
 
 class PendingDecision(msgspec.Struct, frozen=True):
-    """A decision to append, and the sequence of the inbox message that it answers. `bodies` are its events, encoded."""
+    """A decision to append to the log. `bodies` are its encoded events, and `answers` is the sequence of the inbox
+    message that it answers."""
 
     decision: Decision
     answers: int
@@ -53,7 +54,8 @@ class PendingDecision(msgspec.Struct, frozen=True):
 
 
 class Core:
-    """The state of a hive, and the decisions made on it. No event is larger than `event_bytes_max`."""
+    """The state of a hive, and the rules by which decisions on it are made. No event is larger than
+    `event_bytes_max`."""
 
     def __init__(self, hive: Hive | None = None, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
         self.hive = hive if hive is not None else Hive()
@@ -68,7 +70,8 @@ class Core:
         self._noted_seq = 0
 
     def open_epoch(self, leader: str, calls_bytes_max: int = 0, trajectories_bytes_max: int = 0) -> Decision:
-        """Decide the first event of a new leader (R4). All silence is counted afresh from this event (R5)."""
+        """Return the decision with which a new leader begins (R4). From its event on, all silence is counted afresh
+        (R5)."""
         opened = ev.EpochOpened(
             at_ns=self.hive.now_ns,
             epoch=self.hive.epoch + 1,
@@ -83,7 +86,7 @@ class Core:
         return self._fold(Decision(events=tuple(lost)), 0).decision
 
     def receive(self, message: inbox.AnyMessage, seq: int, at_ns: int) -> Iterator[PendingDecision]:
-        """Decide the inbox message at `seq`, which the server stamped `at_ns`.
+        """Yield the decisions on the inbox message at `seq`, which the server stamped `at_ns`.
 
         The first decision answers the message itself. The later decisions can be derived again from the fold, so
         nothing is lost if appending stops after any of them.
@@ -99,8 +102,8 @@ class Core:
     def flush(self) -> Iterator[PendingDecision]:
         """Note the calls recorded since the last decision, in one event for each engine (R9).
 
-        The events form one decision, so that they are appended together: they all answer the same inbox position, and
-        the next leader continues after it.
+        The events form one decision, so that they are appended together: they all answer the same inbox message, and
+        the next leader continues after that message.
         """
         noted, self._noted = self._noted, {}
         if not noted:
@@ -114,7 +117,7 @@ class Core:
         yield self._fold(decision, self._noted_seq)
 
     def dead_letter(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
-        """Record that a message is skipped because a bug of our own made it impossible to decide."""
+        """Record that a message is skipped because a bug in the coordinator prevented a decision on it."""
         self.live.arrived(seq, at_ns)
         yield from self._dead_letter(message, seq, why)
 
@@ -131,13 +134,13 @@ class Core:
         yield self._fold(Decision(events=(event,), replies=(reply,)), seq)
 
     def recover(self) -> Iterator[Decision]:
-        """Decide the transitions that are already due. A crash may have prevented them from being appended."""
+        """Make the transitions that are already due, since a crash may have prevented them from being appended."""
         for engine in list(self.hive.engines.values()):
             for pending in self._safely(engine, transitions.settle(engine, self.live)):
                 yield pending.decision
 
     def _fold(self, decision: Decision, answers: int) -> PendingDecision:
-        """Fold a decision, to which aborts are added for all partners of the multi-model episodes that it aborts.
+        """Fold a decision. If it aborts parts of multi-model episodes, first add the aborts of all their partners.
 
         Raises `Refused`, before folding anything, if one of the events is too large.
         """
@@ -166,7 +169,7 @@ class Core:
         self.live.refusing, self.live.refusing_groups = self.hive.refusing, self.hive.refusing_groups
 
     def _count_open(self, event: ev.Event) -> None:
-        """Update the live state that tracks open episodes. Called before the event is folded."""
+        """Update the live state that tracks open episodes. Call this before the event is folded."""
         if isinstance(event, ev.EpisodeClaimed):
             self.live.opened(event.engine, share_of(event), len(event.episodes))
             if event.touches:
@@ -183,8 +186,8 @@ class Core:
             yield self._fold(decision, self.live.seq)
 
     def _safely(self, engine: EngineState, decisions: Decisions) -> Iterator[PendingDecision]:
-        """Fold decisions that follow from the state. If an event is too large, suspend the run, since the same event
-        would recur."""
+        """Fold decisions that follow from the state. If an event is too large, suspend the run: otherwise the same
+        event would recur."""
         try:
             yield from self._folded(decisions)
         except Refused as error:
@@ -246,8 +249,8 @@ class Core:
         return _RULES[type(message)](engine, self.live, message)
 
     def _follow(self, changed: Iterable[str]) -> Iterator[PendingDecision]:
-        """Decide what follows in the changed engines, and in the engines linked to them by multi-model claims or
-        episodes."""
+        """Make the decisions that follow in the changed engines, and in the engines linked to them by multi-model
+        claims or episodes."""
         left = dict.fromkeys(self._with_neighbours(changed))
         while left:
             name = next(iter(left))
@@ -259,8 +262,8 @@ class Core:
                 yield pending
 
     def _with_neighbours(self, engines: Iterable[str]) -> list[str]:
-        """Return the given engines, plus all engines of the multi-model claims that wait for any of them: such a claim
-        may be grantable now."""
+        """Return the given engines, plus all engines of the multi-model claims that wait for any of them, since such a
+        claim may now be grantable."""
         names = [name for name in engines if name != ev.HIVE]
         sets = [each for each in self.live.multi_model if not set(names).isdisjoint(each)]
         return [*names, *(name for each in sets for name in each)]

@@ -54,7 +54,8 @@ class EpisodeGrouper:
                         await self._make(engine, job, episodes)
 
     def _job(self, engine: EngineState) -> RunConfig | None:
-        """Return the job that an engine runs. If this release cannot read the job, log that once and return None."""
+        """Return the job that an engine runs. If this release cannot read the job, return None, and log the problem
+        once."""
         active = engine.active
         assert active is not None, "an engine that groups episodes runs a job"
         try:
@@ -96,7 +97,7 @@ class EpisodeGrouper:
     async def _group(
         self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]
     ) -> tuple[RolloutGroup | None, str]:
-        """Return a group of all the episodes that can be used, or the reason why there is no group."""
+        """Return a group of all the usable episodes, or the reason why no group can be made."""
         trainer = engine.trajectories.trainer
         tokens_max = trainer.max_token_len if trainer is not None and engine.makes_steps else 0
         played: list[EpisodeSequences] = []

@@ -1,9 +1,9 @@
-"""The leader's lease, which determines who may lead now. It serves liveness only: the fence keeps two leaders apart
-(R4).
+"""The leader's lease, which determines who may lead now. The lease serves only liveness: what keeps two leaders from
+interfering is the fence (R4).
 
 The lease is a key-value entry that its holder renews, and that the server removes when it is not renewed. Any process
 that finds no entry may take the lease. No process reads the server's clock: the holder counts from just before it sent
-its request, so its own lease ends before the server's entry does.
+its request, so it considers its lease over before the server removes the entry.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ REQUEST_S = 1.0
 
 
 class Lease:
-    """The lease of one process. A process that restarts under the same `holder` name gets the lease back
+    """One process's hold on the lease. A process that restarts under the same `holder` name gets the lease back
     immediately."""
 
     def __init__(self, bus: Bus, holder: str) -> None:
@@ -36,7 +36,8 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Return whether, by the clock, we still hold the lease: False as soon as another process might hold it."""
+        """Return whether, by our own clock, we still hold the lease: False from the moment that another process might
+        hold it."""
         return asyncio.get_running_loop().time() < self._until
 
     async def wait(self, timeout_s: float) -> None:
@@ -61,7 +62,7 @@ class Lease:
             return False
 
     async def keep(self) -> None:
-        """Keep renewing the lease until cancelled. If it is lost, take it again once it is free."""
+        """Keep renewing the lease until cancelled. If the lease is lost, take it again once it is free."""
         while True:
             if not await self.acquire() and not self.held:
                 log.warning("the lease is lost; decisions pause until it is reacquired")

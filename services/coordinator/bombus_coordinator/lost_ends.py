@@ -1,4 +1,4 @@
-"""Find what streams have lost, in a power cut or because an older copy of a stream was restored in its place (R6).
+"""Find what streams have lost, either in a power cut or because an older copy of a stream was restored (R6).
 
 Streams refer to each other: an event names the inbox message that it answers, and identifies calls by sequence and
 digest; a tick and a snapshot each name an event. A message that is named but missing was lost.
@@ -23,7 +23,8 @@ INBOX, EVENTS, CALLS = "inbox", "events", "calls"
 
 
 class FoundStreams(msgspec.Struct, frozen=True):
-    """What was found: continue after inbox message `answered`; messages up to `inherited` were already in the inbox."""
+    """What was found in the streams. Continue after inbox message `answered`; those up to `inherited` were already in
+    the inbox."""
 
     answered: MessagePlace
     inherited: int
@@ -51,11 +52,11 @@ async def find(bus: Bus, fold: Fold, log_end: int = 0) -> FoundStreams:
 
 
 async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
-    """Return the newest inbox message that an event answers and that still exists.
+    """Return the newest inbox message that still exists and that an event answers.
 
-    `position` is the position of the last event, whose inbox message is gone. The answered sequences rise from event to
-    event, except where the log says that the inbox went back: the search begins at the last such place. If no answered
-    message still exists, return the place before the first inbox message that exists.
+    `position` is the position of the last event; the inbox message that it answers is gone. The answered sequences rise
+    from event to event, except where the log says that the inbox went back: the search begins at the last such place.
+    If no answered message still exists, return the place before the first inbox message that exists.
     """
     events, stream = bus.subjects.events_stream, bus.subjects.inbox_stream
     first = (await bus.state(events)).first_seq
@@ -78,7 +79,8 @@ async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
 
 
 async def lost_calls(bus: Bus, hive: Hive) -> StreamWentBack | None:
-    """If calls that are still needed are gone and the log does not say so yet, return what was lost."""
+    """Return what was lost if calls that are still needed are gone and the log does not say so yet, or None
+    otherwise."""
     first = (await bus.state(bus.subjects.calls_stream)).first_seq  # earlier calls were purged, not lost
     refs = sorted({ref for ref in calls_held_by(hive) if ref.seq >= first}, key=lambda ref: ref.seq)
     said = hive.went_back.get(CALLS)

@@ -1,10 +1,10 @@
-"""Copy the bodies of rollout groups to the end of their stream where they would keep it from being purged (R16).
+"""Copy the bodies of rollout groups to the end of their stream if their present places keep it from being purged (R16).
 
-A stream can be purged only up to the oldest body that is needed, so one group that fits into no batch would keep
+A stream can be purged only up to the oldest body that is needed, so a single group that fits into no batch would keep
 everything after it. If a few such groups have waited a long time in a stream that is over half full, the leader copies
 their bodies to the end of the stream and records their new places. The last batch is kept until its trainer asks for
-the next one, so its bodies are moved too, once it was delivered or was handed out long ago. A copy that no group names
-is purged like any other body.
+the next one. So its bodies are moved too, once the batch has been delivered or was handed out long ago. A copy that no
+group names is purged like any other body.
 """
 
 import logging
@@ -49,7 +49,7 @@ class BodyMover:
     async def move(self, below: int, stream: StreamState) -> None:
         """Move the oldest bodies before `below`, if copying a little allows a lot to be purged.
 
-        Raises `BusUnavailable`, including when the stream is full.
+        Raises `BusUnavailable`, also when the stream is full.
         """
         hive = self._hive()
         chosen = worth_moving(hive, below, stream)
@@ -87,8 +87,8 @@ def worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
     """Return the oldest bodies to move so that the most can be purged, or none if the gain does not justify the
     copying.
 
-    Nothing after a body that is needed and cannot be moved can be purged. If there are many bodies, only the first are
-    returned; the same calculation finds the others next time.
+    Nothing that follows a body can be purged if the body is needed and cannot be moved. If there are many bodies, only
+    the first are returned; the same calculation finds the others next time.
     """
     older = (
         _Movable(group.body.first, engine.name, number, group.holder, group.body)

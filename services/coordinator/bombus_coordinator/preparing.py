@@ -1,7 +1,7 @@
 """Check that events can be removed from the log, and archive them, in a separate process next to the leader.
 
-Folding a large part of the log takes seconds of computing time and enough memory for a second state, and the leader can
-spare neither. The process reads a `Preparation` from stdin and writes a `Prepared` to stdout. It removes nothing.
+Folding a large part of the log takes seconds of CPU time and enough memory for a second state, and the leader can spare
+neither. The process reads a `Preparation` from stdin and writes a `Prepared` to stdout. It removes nothing.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ _BY_HAND = "; `bombus log compact` removes the oldest events without checking or
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
-    """What to prepare: removing the events before the snapshot at event `cut`. The snapshot at `until` is a later one.
+    """What to prepare: the removal of the events before the snapshot at event `cut`. A later snapshot is at event
+    `until`.
 
     `archive` is the folder in which the events are archived, or "" for no archive.
     """
@@ -40,7 +41,7 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a preparation. `why` says why the events may not be removed, and is "" if they may be.
+    """The outcome of a preparation. `why` is the reason why the events may not be removed, or "" if they may be.
 
     `damaged` lists the positions of snapshots that cannot be used; `gone` is true if a snapshot no longer exists.
     """
@@ -51,7 +52,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def prepare(wanted: Preparation) -> Prepared:
-    """Return whether both snapshots match the fold of the log and the events to remove are archived."""
+    """Check both snapshots against the fold of the log, archive the events to remove, and return the outcome."""
     archive = Path(wanted.archive) if wanted.archive else None
     try:
         async with await Bus.connect(wanted.url, wanted.hive, name="compaction") as bus:
@@ -74,7 +75,8 @@ async def prepare(wanted: Preparation) -> Prepared:
 
 
 async def _fault(bus: Bus, position: int) -> str:
-    """Return why nothing may be removed before this snapshot, or "" if it is good. Raises `BlobMissing`."""
+    """Return why nothing may be removed before this snapshot, or "" if it is good. Raises `BlobMissing` if it is
+    gone."""
     try:
         snapshot = await snapshots.load(bus, position)
     except BlobMissing:
@@ -95,7 +97,8 @@ async def _archived(bus: Bus, archive: Path) -> int:
 
 
 async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
-    """Fold the log up to event `until`, and compare both snapshots. Return the state from which the archive continues.
+    """Fold the log up to event `until`, and compare both snapshots with the fold. Return the state at which the archive
+    continues.
 
     Raises `LogCorrupted` if a snapshot does not match, or if any of the events to remove cannot be folded.
     """
@@ -119,8 +122,8 @@ async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
 
 
 async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
-    """Compare a check of the log with the snapshot at its position. The check began at a snapshot that was made by
-    version `begun_by`."""
+    """Compare a check of the log with the snapshot at its position. `begun_by` is the version that made the snapshot at
+    which the check began."""
     snapshot = await load_snapshot(bus, check.position)
     if snapshot.fold != FOLD:
         raise LogCorrupted(f"another version of bombus has since written the snapshot at event {check.position}")

@@ -21,11 +21,12 @@ TRY_S = 0.2  # how often a standby tries to take the lease
 
 
 class Overtaken(LogCorrupted):
-    """Raised when events after the fold are missing. `check_compacted` tells whether compaction removed them."""
+    """Raised when the events that follow the fold are missing. `check_compacted` tells whether compaction removed
+    them."""
 
 
 class Fold:
-    """The state up to event `position`, that event's message id, and the inbox message that the event answers.
+    """The state after event `position`, with that event's message id and the inbox message that the event answers.
 
     `snapshot` is the position of the snapshot at which the fold began.
     """
@@ -43,7 +44,7 @@ class Fold:
         return cls(await snapshots.start_of(bus))
 
     def apply(self, group: Sequence[Stored]) -> None:
-        """Fold the next events. Raises `Overtaken` if there is a gap, `LogCorrupted` if an event cannot be read."""
+        """Fold the next events. Raises `Overtaken` if there is a gap, and `LogCorrupted` if an event cannot be read."""
         for stored in group:
             if stored.seq != self.position + 1:
                 raise Overtaken(f"the event log continues at {stored.seq} after {self.position}")
@@ -54,7 +55,7 @@ class Fold:
             self.answered = group[-1].answers
 
     async def catch_up(self, bus: Bus) -> None:
-        """Fold everything that is on the log now, and note which inbox message its last event answers.
+        """Fold everything that is on the log now, and note which inbox message the last event answers.
 
         Raises `StreamEndLost` if the log is shorter than this fold.
         """
@@ -84,10 +85,10 @@ async def stand_by(bus: Bus, lease: Lease) -> Fold:
 
 
 async def check_compacted(bus: Bus, fold: Fold) -> None:
-    """Return if compaction has removed events that were still to be folded, so that the fold has to begin again at a
-    snapshot.
+    """Return normally if compaction has removed events that were still to be folded: the fold then has to begin again
+    at a snapshot.
 
-    Otherwise the log has a gap: raises `LogCorrupted`.
+    Otherwise the log has a gap, and this raises `LogCorrupted`.
     """
     if (await bus.state(bus.subjects.events_stream)).first_seq <= fold.position + 1:
         raise LogCorrupted(f"the event log has a gap: event {fold.position + 1} is missing")

@@ -1,16 +1,18 @@
-"""Purge bodies: the leader removes from `ops` and `trajectories` what, according to the log, is no longer needed (R12).
+"""Purge bodies: the leader removes from `ops` and `trajectories` the bodies that, according to the log, are no longer
+needed (R12).
 
 A body is stored before the operation or group that names it is accepted, so nobody knows yet whether the newest
-messages are needed. Messages of the last ten minutes are left alone, or only those of the last minute if rollout groups
-fill more than half of their stream. The core records on the log which of the older messages are released. From then on
-it refuses operations and groups with an older body, and their senders store the body again. Only then are the messages
-purged.
+messages are needed. Messages of the last ten minutes are therefore left alone, or only those of the last minute if
+rollout groups fill more than half of their stream. The core records on the log which of the older messages are
+released. From then on it refuses operations and groups with an older body, and their senders store the body again. Only
+then are the messages purged.
 
-A queued group keeps all bodies after its own; in an overfull stream it keeps only those of its holder, which have a
-separate subject. There, the few bodies that have waited for a long time are moved to the end (`moving`).
+A queued group keeps all bodies after its own; in an overfull stream it keeps only the later bodies of its own holder,
+since each holder has a separate subject. In an overfull stream, the few bodies that have waited for a long time are
+also moved to the end (`moving`).
 
-After a power cut on one replica, the stream may end earlier and reuse sequences (R6). Then the released range is
-shortened to the stream's end.
+After a power cut on a single-replica bus, the stream may end earlier and reuse sequences (R6). Then the released range
+is shortened to the stream's end.
 """
 
 import asyncio
@@ -71,7 +73,8 @@ TRAJECTORIES = KeptBodies("trajectories", _of_holders, TrajectoriesStored, batch
 
 
 class Releaser:
-    """Tells the core up to where a stream's messages are old enough, and purges those that the core releases."""
+    """Tells the core up to which sequence a stream's messages are old enough, and purges those that the core
+    releases."""
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class Releaser:
         return self._bodies.stored(id=message_id, below=below, overfull=overfull)
 
     def released(self) -> dict[str, int]:
-        """Return, by subject, the sequences before which nothing is needed. The key "" is for the whole stream."""
+        """Return, by subject, the sequence before which nothing is needed. The key "" is for the whole stream."""
         floors = self._bodies.floors(self._hive(), self._bus.subjects)
         return {subject: below for subject, below in floors.items() if not subject or below > floors[""]}
 
@@ -140,8 +143,8 @@ async def run(
 ) -> None:
     """Release and purge periodically until cancelled.
 
-    `hive` may be ahead of the log. The messages that it releases are purged a period later, and only if `stored`, the
-    inbox position up to which everything is decided and on the log, has increased.
+    `hive` may be ahead of the log. So the messages that it releases are purged a period later, and only if `stored` has
+    increased, which is the inbox position up to which everything is decided and on the log.
     """
     releaser = Releaser(bus, hive, bodies=bodies)
     while True:

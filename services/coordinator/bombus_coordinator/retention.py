@@ -1,16 +1,18 @@
 """Purge calls: the leader removes, for each engine and each holder, the calls that can no longer be needed (R12).
 
 Why this never purges anything that is needed later: a call is stored before it is noted, and an episode's key exists
-only once its claim is on the log. So all calls of an episode come after every call that was noted before its claim,
-including calls that are not reported yet and parents that the episode's outcome does not list. This lower bound is the
-episode's `calls_from`, which the episode keeps in the pool and in its step. The calls of later claims come after
-`newest_call`. A floor therefore stays valid for every log that begins with this one: a leader that is deposed and does
-not know it removes nothing that its successor needs, as long as the state that it purges by is on the log.
+only once the episode's claim is on the log. So all calls of an episode come after every call that was noted before the
+claim. This includes calls that are not reported yet, and parents that the episode's outcome does not list. The lower
+bound is the episode's `calls_from`, which the episode keeps in the pool and in its step. The calls of later claims come
+after `newest_call`. A floor therefore stays valid for every log that begins with this one: a leader that has been
+deposed without knowing it removes nothing that its successor needs, as long as the state that it purges by is on the
+log.
 
-After a power cut on one replica, the stream may end earlier and reuse sequences (R6). For this reason `newest_call` is
-the call noted last, not the one with the greatest sequence; a call before its episode's bound lowers the bound; and a
-floor beyond the stream's end purges nothing. One gap remains: new calls can be purged if the stream has grown beyond an
-earlier floor before any of them is noted. Their episodes then fail, like those whose calls were lost in the power cut.
+After a power cut on a single-replica bus, the stream may end earlier and reuse sequences (R6). For this reason
+`newest_call` is the call noted last, not the one with the greatest sequence; a call before its episode's bound lowers
+the bound; and a floor beyond the stream's end purges nothing. One gap remains: new calls can be purged if the stream
+has grown beyond an earlier floor before any of them is noted. Their episodes then fail, like those whose calls were
+lost in the power cut.
 """
 
 import asyncio
@@ -37,8 +39,8 @@ NO_HOLDERS: Mapping[tuple[str, str], "Floor"] = {}
 
 
 class Floor(msgspec.Struct, frozen=True):
-    """Sequences of an engine's calls: calls before `needed` will not be trained on, and calls before `kept` not
-    replayed."""
+    """The bounds for purging an engine's calls: calls before `needed` will not be trained on, and calls before `kept`
+    will not even be replayed."""
 
     kept: int
     needed: int
@@ -58,16 +60,16 @@ def floor(engine: EngineState) -> Floor:
 
 
 def floors_of(hive: Hive) -> dict[str, Floor]:
-    """Return the floor of every engine that may have calls. An engine without calls must not keep other engines'
-    calls."""
+    """Return the floor of every engine that may have calls. Engines without calls are left out, so that they do not
+    keep other engines' calls."""
     return {name: floor(engine) for name, engine in hive.engines.items() if engine.newest_call or engine.open}
 
 
 def floors_of_holders(hive: Hive) -> dict[tuple[str, str], Floor]:
     """Return the floor of each holder's calls on each engine, so that no holder keeps other holders' calls (pins.py).
 
-    An engine's state from an earlier release may not say whose calls are needed. Then the engine's floor applies to all
-    of its holders.
+    An engine state that was written by an earlier release may not say whose calls are needed. Then the engine's floor
+    applies to all of its holders.
     """
     return {
         (name, holder): Floor(kept=min(whole.kept, needed), needed=needed)
@@ -86,8 +88,9 @@ def _knows_pins(engine: EngineState) -> bool:
 async def run(bus: Bus, hive: Callable[[], Hive], stored: Callable[[], int], period_s: float = PERIOD_S) -> None:
     """Purge periodically until cancelled.
 
-    `hive` may be ahead of the log. Its floors are used a period later, and only if `stored`, the inbox position up to
-    which everything is decided and on the log, has increased: this shows that the append that was in flight is stored.
+    `hive` may be ahead of the log. So its floors are used a period later, and only if `stored`, the inbox position up
+    to which everything is decided and on the log, has increased: the increase shows that the append that was in flight
+    has been stored.
     """
     purge = Purge(bus)
     while True:
@@ -112,7 +115,8 @@ class Purge:
     async def below(
         self, floors: Mapping[str, Floor], of_holders: Mapping[tuple[str, str], Floor] = NO_HOLDERS
     ) -> None:
-        """Purge calls below `kept` and, while the stream is overfull, the oldest part of those kept only for replay."""
+        """Purge the calls before `kept` and, while the stream is overfull, the oldest of the calls kept only for
+        replay."""
         if not floors:
             return
         stream = self._bus.subjects.calls_stream

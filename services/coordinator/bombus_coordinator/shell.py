@@ -56,14 +56,14 @@ EVENT_BYTES = 300  # approximate bytes that subject and headers add to an event
 
 
 class Undecidable(BombusError):
-    """Raised when a bug of our own made an inbox message impossible to decide. The state in memory may be
+    """Raised when a bug in the coordinator prevented a decision on an inbox message. The state in memory may be
     inconsistent."""
 
 
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
     """How a leader maintains the bus. `disk` is a folder on the bus's disk, whose free space is watched.
 
-    Without `compaction` the log keeps all of its events.
+    Without `compaction`, the log keeps all of its events.
     """
 
     trim_s: float = TRIM_S
@@ -75,7 +75,7 @@ class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
 class Memory(msgspec.Struct):
     """What a process remembers from one term as leader to the next.
 
-    `dead_letters` maps the sequence of each inbox message that could not be decided to the reason. `log_end` is the
+    `dead_letters` maps the sequence of each inbox message that could not be decided to the reason why. `log_end` is the
     position of an event that the log had before it lost its end, or 0 if the log has not lost its end.
     """
 
@@ -84,10 +84,10 @@ class Memory(msgspec.Struct):
 
 
 class Coordinator:
-    """Leads one hive from `lead()` until it is cancelled or deposed. To lead again, create a new one.
+    """Leads one hive from `lead()` until cancelled or deposed. To lead again, create a new instance.
 
-    With a `lease`, it makes decisions only while it holds the lease; without a lease, until another coordinator opens
-    an epoch.
+    With a `lease`, the coordinator makes decisions only while it holds the lease; without a lease, it does so until
+    another coordinator opens an epoch.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Coordinator:
         self._memory = Memory() if memory is None else memory
 
     async def lead(self, fold: Fold | None = None) -> None:
-        """Take over from `fold` (by default from a snapshot) and decide until cancelled.
+        """Take over from `fold` (by default from a snapshot) and make decisions until cancelled.
 
         Raises `Deposed` once another coordinator leads, `LogCorrupted` if the log is damaged, and `Undecidable` for a
         message that must become a dead letter.
@@ -151,10 +151,10 @@ class Coordinator:
         await self._snapshots.stop(self._snapshot() if led else None)
 
     async def _take_over(self, fold: Fold) -> bool:
-        """Fold to the log's end and open the next epoch. Return False if the old leader wrote or compacted in the
-        meantime.
+        """Fold to the log's end and open the next epoch. Return False if the old leader wrote to the log or compacted
+        it in the meantime.
 
-        Raises `Deposed` if another coordinator has opened that epoch, `LogCorrupted` if the log has a gap.
+        Raises `Deposed` if another coordinator has opened that epoch, and `LogCorrupted` if the log has a gap.
         """
         try:
             await fold.catch_up(self.bus)
@@ -178,7 +178,8 @@ class Coordinator:
         return True
 
     async def _open_epoch(self, found: lost_ends.FoundStreams) -> None:
-        """Append `epoch.opened` alone. If another leader has written in the meantime, the fence refuses it (R4).
+        """Append `epoch.opened` on its own. If another leader has written in the meantime, the fence refuses the event
+        (R4).
 
         Then record what streams have lost, if anything; the inbox is then read from another place (R6).
         """
@@ -200,7 +201,7 @@ class Coordinator:
         await self._append([(PendingDecision(decision, self._answered.seq), "") for decision in decisions])
 
     async def _may_decide(self) -> None:
-        """Wait while the lease is lost. Raises `Deposed` only if the log has a higher epoch (R4)."""
+        """Wait while the lease is lost. Raises `Deposed`, but only if the log has a higher epoch (R4)."""
         while self._lease is not None and not self._lease.held:
             newest = await self._newest()
             if newest is not None and int(newest.headers[EPOCH]) > self.core.hive.epoch:
@@ -208,7 +209,7 @@ class Coordinator:
             await self._lease.wait(RETRY_S)
 
     def _snapshot(self) -> Snapshot:
-        """Return the state as a snapshot. Call it only between appends, when the core's state matches the log."""
+        """Return the state as a snapshot. Call this only between appends, when the core's state matches the log."""
         return Snapshot(
             fold=FOLD,
             position=self._last,
@@ -230,7 +231,7 @@ class Coordinator:
                     self._snapshots.take(self._snapshot())
 
     async def _read_group(self, reader: Reader) -> list[Stored]:
-        """Return the messages that have arrived. If they are only calls and touches, wait a moment to gather more.
+        """Return the messages that have arrived. If they are only calls and touches, wait a moment for more of them.
 
         No client waits for the event that notes calls, and one event can note many calls. Gathering calls saves
         headers, which take about 200 bytes per event, more than a call itself.
@@ -253,7 +254,8 @@ class Coordinator:
         return all(each.subject in self._patient for each in group)
 
     async def _decide(self, group: Sequence[Stored]) -> None:
-        """Decide the messages one by one, append all events together, then send all replies (R3)."""
+        """Make the decisions on the messages one by one, append all their events together, then send all replies
+        (R3)."""
         pending: list[tuple[PendingDecision, str]] = []  # each with its message's trace
         self._is_stored = False
         self._deciding = {stored.seq: stored for stored in group}
@@ -294,7 +296,7 @@ class Coordinator:
     async def _append(self, pending: Sequence[tuple[PendingDecision, str]]) -> None:
         """Append decisions. While the bus is away or the log is full, wait and retry: nothing is lost.
 
-        The log may stay full for a long time, so tell clients in that case not to wait for an answer.
+        The log may stay full for a long time, so in that case tell clients not to wait for an answer.
         """
         outgoing: list[list[Outgoing]] = []
         seq = self._last
@@ -339,7 +341,7 @@ class Coordinator:
         )
 
     async def _check_leading(self) -> None:
-        """Raise `Deposed` unless the last event is ours. Refusals write no event, so the fence does not protect them
+        """Raise `Deposed` unless the last event is ours. The fence does not protect refusals, since they write no event
         (R3)."""
         newest = await self._newest()
         if newest is None or newest.seq != self._last:
@@ -385,10 +387,10 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
 
     async def _trim(self) -> None:
-        """Drop inbox messages that were decided a while ago (R12).
+        """Remove inbox messages that were decided a while ago (R12).
 
-        Raises `StreamEndLost` if the stream went back: then the sequences of these messages now belong to messages that
-        are not decided yet.
+        Raises `StreamEndLost` if the stream went back, since the sequences of these messages then belong to messages
+        that are not decided yet.
         """
         stream = self.bus.subjects.inbox_stream
         decided: Stored | None = None
@@ -405,8 +407,8 @@ class Coordinator:
                 log.warning("the inbox could not be trimmed: %s", error)
 
     async def _look_for_calls(self) -> None:
-        """After a reconnection, raise `StreamEndLost` if needed calls are gone. In other streams, readers detect the
-        loss."""
+        """After a reconnection, raise `StreamEndLost` if needed calls are gone. Losses in other streams are detected by
+        their readers."""
         back = asyncio.Event()
         stop_listening = self.bus.on_reconnect(back.set)
         try:
@@ -426,7 +428,8 @@ class Coordinator:
 async def run(
     url: str, hive: str, name: str = "", upkeep: Housekeeping | None = None, limits: StreamLimits = AS_THEY_ARE
 ) -> None:
-    """Apply `limits` to the hive's streams. Then stand by, lead, and stand by again when deposed, until cancelled."""
+    """Apply `limits` to the hive's streams. Then stand by and lead until cancelled; a leader that is deposed stands by
+    again."""
     telemetry.configure("coordinator")
     leader = name or f"coordinator-{secrets.token_hex(4)}"
     async with await Bus.connect(url, hive, name="coordinator") as bus:
@@ -439,9 +442,9 @@ async def run(
 
 async def _lead_once(coordinator: Coordinator, lease: Lease, memory: Memory) -> None:
     """Stand by, then lead. Return when deposed, when a message could not be decided, when a stream has lost its end, or
-    when the bus was away for a long time.
+    when the bus is away for a long time.
 
-    Raises `LogCorrupted` if the log is damaged, and `BusUnavailable` when the bus was closed.
+    Raises `LogCorrupted` if the log is damaged, and `BusUnavailable` if the bus has been closed.
     """
     bus = coordinator.bus
     try:

@@ -1,4 +1,4 @@
-"""Take snapshots of a leader's state while it leads: they are encoded between appends and stored in the background."""
+"""Take snapshots of a leader's state while it leads. They are encoded between appends and stored in the background."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ class SnapshotPace:
         self._asked = False
 
     def note(self, position: int, events: StreamState) -> None:
-        """Note that there is already a snapshot at `position`; `events` is the state of the log's stream."""
+        """Note that there already is a snapshot at `position`. `events` is the state of the log's stream."""
         self.newest = self._taken = position
         since = min(max(0, events.last_seq - position), events.messages)
         self._bytes = events.bytes * since / max(1, events.messages)
@@ -39,7 +39,8 @@ class SnapshotPace:
         self._bytes += size
 
     def ask(self) -> None:
-        """Request a snapshot as soon as the log is beyond the newest one, as a full log may get no further events."""
+        """Request a snapshot as soon as the log is beyond the newest one, without waiting for more events: a full log
+        may get none."""
         self._asked = True
 
     def is_due(self, position: int) -> bool:

@@ -1,8 +1,8 @@
 """Watch how full the streams and the disk are, and refuse new work while one of them is nearly full (R12, R20).
 
-A reserve is kept for work in progress, and new work is refused while less than the reserve is free. It is accepted
-again once one and a half times the reserve is free, so that the state does not flap. To make room, data is dropped only
-for keys that exceed their share (rules/crowding.py).
+A reserve is kept for work in progress: new work is refused while less than the reserve is free. New work is accepted
+again only when one and a half times the reserve is free, so that the state does not flap. To make room, data is dropped
+only for keys that exceed their share (rules/crowding.py).
 """
 
 import asyncio
@@ -98,8 +98,8 @@ async def watch(
     disk_reserve: int = DISK_RESERVE_BYTES,
     period_s: float = PERIOD_S,
 ) -> None:
-    """Until cancelled, report to the inbox whenever a place becomes full or has room again. `disk` is a folder on the
-    server's disk."""
+    """Report to the inbox whenever a place (a stream or the disk) becomes full or has room again, until cancelled.
+    `disk` is a folder on the server's disk."""
     count = 0
     while True:
         try:

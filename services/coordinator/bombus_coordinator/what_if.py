@@ -1,4 +1,5 @@
-"""`bombus replay what-if`: replay the facts of a run under other rules. Which batches would have been made, and when?
+"""`bombus replay what-if`: replay the facts of a run under other rules, to see which batches would have been made, and
+when.
 
 Episodes end and clients agree at the recorded times. The coordinator's own rules (`transitions.settle`) turn the
 episodes into batches in a hive where nothing takes time: no batch waits for an open episode, and steps and weight loads
@@ -118,8 +119,8 @@ class Instant:
         self.result.left = len(self._engine.pool)
 
     def _with_simulated_age(self, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
-        """Return the event as if its tokens had been sampled from the version that this hive had when the episode was
-        claimed."""
+        """Return the event, changed as if its tokens had been sampled from the version that this hive had when the
+        episode was claimed."""
         outcomes = tuple(
             msgspec.structs.replace(outcome, oldest=self._claimed.pop(outcome.episode, self._engine.version))
             for outcome in event.outcomes
@@ -161,8 +162,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 async def compare(source: Source, engine: str, run: int | None, changes: dict[str, object]) -> Compared:
     """Compare a run (by default the last one) with the same run under rules with these `changes`.
 
-    Raises `NotOnLog` if there is no such run or the log no longer reaches back to its start, and `BadUsage` for rules
-    that engines do not accept.
+    Raises `NotOnLog` if there is no such run or the log no longer reaches back to the run's start, and `BadUsage` for
+    rules that engines do not accept.
     """
     wanted = run if run is not None else await _last_run(source, engine)
     found: Compared | None = None

@@ -1,1 +1,1 @@
-"""The gateway: the HTTP APIs of a hive. It turns text into tokens; replicas see only token ids."""
+"""The gateway: the HTTP APIs of a hive. It turns text into tokens, so that replicas see only token ids."""

@@ -1,7 +1,7 @@
-"""Access control: checks the key that a request presents, for every route that needs one.
+"""Access control: checks the key in a request, for every route that needs one.
 
-The hive's keys are presented as `Authorization: Bearer <key>` or as `x-api-key: <key>`; clients that cannot set a
-header put `/k/<key>` before the path.
+The hive's keys are sent as `Authorization: Bearer <key>` or as `x-api-key: <key>`; clients that cannot set a header put
+`/k/<key>` before the path.
 """
 
 import hmac
@@ -33,9 +33,7 @@ HeaderMap = dict[bytes, bytes]
 
 
 class Access(StrEnum):
-    """Who may use a route. Routes that are open to all have no guard; routes for model calls have an `EpisodeGuard`.
-    The holder of a key: the key's name and limits (see `hive_keys.NamedKey`; 0 means no limit). `admin` is true for the
-    admin key."""
+    """Who may use a route. Routes that are open to all have no guard; routes for model calls have an `EpisodeGuard`."""
 
     CLIENT = "client"  # claim and end episodes, read the state of the engine
     CONTROL = "control"  # change what an engine does
@@ -43,7 +41,8 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """The holder of a key: the key's name and limits (see `hive_keys.NamedKey`; 0 is no limit). `admin`: admin key."""
+    """The holder of a key: the key's name and limits (see `hive_keys.NamedKey`; 0 means no limit). `admin` is true for
+    the holder of the admin key."""
 
     name: str = ""
     open_max: int = 0
@@ -73,8 +72,8 @@ class Guard(SecurityBase):
     """Guards the routes of one kind of access: FastAPI's routes as a dependency, all others through `refusal`.
 
     The admin key opens client routes too. If only a client key is set, control routes require that key, since they must
-    not be easier to reach than client routes. A route that needs no key is open to everyone except other sites' web
-    pages. `changing_get` marks a GET route that changes something, for which links from other sites are refused too.
+    not be easier to reach than client routes. A route that needs no key is open to everyone except web pages from other
+    sites. `changing_get` marks a GET route that changes something: such a route refuses links from other sites too.
     """
 
     def __init__(self, access: Access, keys: HiveKeys, public_url: str, changing_get: bool = False) -> None:
@@ -110,11 +109,12 @@ class Guard(SecurityBase):
         )
 
     def holder(self, headers: RawHeaders) -> KeyHolder:
-        """Return the holder of the key in an accepted request, or `NOBODY` if the key is unnamed or there is no key."""
+        """Return the holder of the key in an accepted request, or `NOBODY` if the key is unnamed or the request has
+        none."""
         return _found(_presented(headers), self._known) or NOBODY
 
     def _foreign_page(self, headers: RawHeaders) -> Refused | None:
-        """Refuse requests made by web pages of other sites.
+        """Return the refusal of a request made by another site's web page, or None for any other request.
 
         A route that needs no key trusts its machine or network. But browsers there also run other sites' pages, which
         can post to this route, or point a domain name of their own at it. Browsers send the page's site in `Origin`,
@@ -151,7 +151,8 @@ class EpisodeGuard:
         self._any_engine = any_engine
 
     def verify(self, key: str, now_ns: int) -> KeyClaims:
-        """Return what a key allows. Raises `Refused` BAD_KEY if the key is not valid here, or KEY_EXPIRED."""
+        """Return what a key allows. Raises `Refused` BAD_KEY if the key is not valid here, and KEY_EXPIRED if it has
+        expired."""
         claims = self._keys.verify(key, now_ns)
         if claims.engine != self._engine and not self._any_engine:
             raise Refused(
@@ -161,7 +162,7 @@ class EpisodeGuard:
 
 
 def episode_key(headers: Mapping[bytes, bytes]) -> str:
-    """Return a request's episode key, from its bearer token or `x-api-key`. Some clients send both headers.
+    """Return a request's episode key, from its bearer token or its `x-api-key`. Some clients send both headers.
 
     Raises `Refused` BAD_KEY if the request has neither.
     """
@@ -209,7 +210,7 @@ def _origin_of(page: str) -> str:
 
 
 def _is_own_page(origin: str, host: str) -> bool:
-    """Return whether a page's origin is the host that its request went to. A domain name never counts: it could be
+    """Return whether a page's origin is the host to which its request went. A domain name never counts, as it could be
     rebound."""
     try:
         page = urlsplit(origin)

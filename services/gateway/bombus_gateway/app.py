@@ -1,4 +1,4 @@
-"""The gateway's ASGI application, with all of its APIs: `create_app(gateway)`."""
+"""The gateway's ASGI application, with all of the gateway's APIs: `create_app(gateway)`."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class GatewayApp(FastAPI):
-    """FastAPI, with a table of paths (`hot`) that are answered before FastAPI's middleware and routing.
+    """A FastAPI application with a table of paths (`hot`) that are answered before FastAPI's middleware and routing.
 
     FastAPI's own work would cost more than a model call itself. `below` lists path prefixes with the applications that
     answer all other paths under them; the first matching prefix is used. Requests to `uncounted` paths do not count as
@@ -165,7 +165,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> JSONResponse:
-        """Answer with an error code, so that clients can tell a bug from a server that is shutting down.
+        """Answer with an error code, so that clients can distinguish a bug from a server that is shutting down.
 
         The server logs the traceback.
         """

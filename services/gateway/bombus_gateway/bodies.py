@@ -1,6 +1,6 @@
 """Reads all request bodies and limits their size. Large bodies are decoded in threads, so that other requests continue.
 
-Every API reads its bodies here, after it has checked the key. Its `BodyLimits` state what its routes accept.
+Every API reads its bodies here, after it has checked the key. Each API's `BodyLimits` state what its routes accept.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What the bodies of a route may contain. A limit of 0 means that only `bytes_max` applies.
+    """What the bodies sent to a route may contain. A limit of 0 means that only `bytes_max` applies.
 
     With a `depth` of 0, the body's decoder checks the nesting. `names` limits the number of names in all objects
-    together, and `lists` counts objects too. A body that `may_be_binary` is read as JSON unless its content type is
-    protobuf. A body of up to `inline_bytes` is decoded on the event loop, a larger one in a thread.
+    together, and `lists` limits the number of lists and objects. A body that `may_be_binary` is read as JSON unless its
+    content type is protobuf. A body of up to `inline_bytes` is decoded on the event loop, and a larger one in a thread.
     """
 
     bytes_max: int
@@ -46,11 +46,11 @@ class BodyLimits:
             raise Refused(Code.TOO_LARGE, f"The body is over the limit of {self.bytes_max} bytes; {self.fewer}.")
 
     def checked(self, body: bytes) -> bytes:
-        """Return the JSON `body` if it is within the limits. Raises `Refused`: TOO_LARGE, or MALFORMED if it is nested
-        too deeply.
+        """Return the JSON `body` if it is within the limits. Raises `Refused` TOO_LARGE if it is not, or MALFORMED if
+        it is nested too deeply.
 
-        Nothing is decoded. A list, name or value takes at least two bytes, so nothing is counted in a body that is too
-        small to exceed the limits.
+        Nothing is decoded. Each list, name or value takes at least two bytes, so nothing is counted in a body that is
+        too small to exceed the limits.
         """
         counted = {"lists and objects": self.lists, "names": self.names, "values": self.values}
         if (not self.depth or is_flat(body)) and not any(0 < most < len(body) // 2 for most in counted.values()):
@@ -86,7 +86,7 @@ TRAJECTORIES = BodyLimits(
 
 
 class BodyGate:
-    """Reads the bodies of one gateway's requests. `calls` are the limits for model calls, and `samples` those for
+    """Reads the bodies of one gateway's requests. `calls` are the limits for model calls, and `samples` are those for
     samples."""
 
     def __init__(self, workers: Workers, call_bytes_max: int) -> None:
@@ -95,7 +95,8 @@ class BodyGate:
         self._workers = workers
 
     async def small(self, request: Request) -> bytes:
-        """Return the body of a client's request to a route that accepts no data. Raises `Refused`."""
+        """Return the body of a client's request to a route that accepts no data. Raises `Refused` if the body cannot be
+        accepted."""
         return await self.read(request, SMALL, bytes)
 
     async def read(self, request: Request, bounds: BodyLimits, decode: Callable[[bytes], _T]) -> _T:
@@ -105,7 +106,8 @@ class BodyGate:
     async def decoded(
         self, headers: HeaderMap, receive: Receive, bounds: BodyLimits, decode: Callable[[bytes], _T], turn: str
     ) -> _T:
-        """Return the decoded body if it is within its bounds. A large body is decoded in a thread, at its `turn`."""
+        """Return the decoded body if it is within its bounds. A large body is decoded in a thread, when its `turn`
+        comes."""
         body = await self.unpacked(headers, receive, bounds, turn)
         is_json = not (bounds.may_be_binary and is_protobuf(headers.get(b"content-type", b"").decode("latin-1")))
 
@@ -115,8 +117,8 @@ class BodyGate:
         return await self._workers.run(turn, len(body), work, bounds.inline_bytes)
 
     async def unpacked(self, headers: HeaderMap, receive: Receive, bounds: BodyLimits, turn: str) -> bytes:
-        """Return the decompressed bytes of a body, of which only the size has been checked. Raises `Refused` if it is
-        too large."""
+        """Return the decompressed bytes of a body, checking only their number. Raises `Refused` if the body is too
+        large."""
         body = await received(headers, receive, bounds)
         encoding = headers.get(b"content-encoding", b"").decode("latin-1")
         return body if encoding in ("", "identity") else await self._unpacked(encoding, body, bounds, turn)
@@ -140,8 +142,8 @@ def _unpacked(encoding: str, body: bytes, bytes_max: int) -> bytes:
 
 
 async def received(headers: HeaderMap, receive: Receive, bounds: BodyLimits) -> bytes:
-    """Return the bytes of a body as received. Raises `Refused`: TOO_LARGE at the limit, or MALFORMED if the body is cut
-    off."""
+    """Return the bytes of a body as received. Raises `Refused` TOO_LARGE if the body exceeds the limit, or MALFORMED if
+    it is cut off."""
     parts: list[bytes] = []
     size, more = 0, True
     bounds.check_size(int(headers.get(b"content-length", b"0")))  # the server has checked that this is a number

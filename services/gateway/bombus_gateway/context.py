@@ -24,7 +24,7 @@ POSITION_S = 5.0  # how long to wait until this gateway's fold includes a comman
 
 @dataclass
 class Gateway:
-    """A gateway's shared parts, created once, in `service.running`.
+    """The parts that a gateway's APIs share. They are created once, in `service.running`.
 
     `ready` becomes true when everything that was on the log at startup is folded (R18).
     """
@@ -48,8 +48,8 @@ class Gateway:
         self.bodies = BodyGate(self.workers, self.settings.body_mb_max << 20)
 
     async def check_ready(self, _: object = None) -> None:
-        """Raise `BusUnavailable` until everything that was on the log at startup is folded (R18). A `Check` for plain
-        routes."""
+        """Raise `BusUnavailable` until everything that was on the log at startup is folded (R18). Plain routes can use
+        this as their `Check`."""
         if not self.ready:
             raise BusUnavailable("this gateway is still reading the log")
 
@@ -58,14 +58,15 @@ class Gateway:
         return self.clients.holder(request.scope["headers"])
 
     def holder_of(self, request: Request) -> str:
-        """Return the name of the request's key, or "" if the key has no name or there is no key, which means that the
-        caller may use everything."""
+        """Return the name of the request's key, or "" if the key has no name or the request has no key. In both cases
+        the caller may use everything."""
         return self.key_of(request).name
 
     async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:
-        """Send a command and wait until it has been carried out and this gateway's own reads show its effect.
+        """Send a command. Wait until it has been carried out and its effect is visible to this gateway's own reads.
 
-        The answer must arrive within `limit_s`, by default `bus_timeout_s`. Raises `Refused` and `BusUnavailable`.
+        The answer must arrive within `limit_s`, by default `bus_timeout_s`. Raises `Refused` if the command is refused,
+        and `BusUnavailable` if no answer arrives in time.
         """
         limit_s = self.settings.bus_timeout_s if limit_s is None else limit_s
         answer = await self.bus.inbox.request(command, limit_s, traceparent=traceparent)
@@ -77,7 +78,7 @@ class Gateway:
 
     @property
     def mounts(self) -> list[tuple[str, str]]:
-        """The path prefixes, each with the engine served there. The first engine is also served at the root."""
+        """The path prefixes, each with the engine that is served there. The first engine is also served at the root."""
         engines = self.settings.engines
         return [("", engines[0]), *((f"/e/{engine}", engine) for engine in engines)]
 

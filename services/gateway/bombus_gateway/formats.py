@@ -1,4 +1,4 @@
-"""Reports each run's conversation format as read by this gateway, so that the status shows where gateways differ."""
+"""Reports how this gateway reads each run's conversation format, so that the status shows where gateways differ."""
 
 import asyncio
 import importlib.metadata
@@ -21,10 +21,10 @@ _SEND_S = 5.0
 
 
 class FormatReports:
-    """Sends each format that is missing from the log, until the log has it.
+    """Sends each format that the log does not have yet, until the log has it.
 
-    The message for a run always has the same id, so the bus keeps only one copy of it until the coordinator has decided
-    it.
+    The message for a run always has the same id, so the bus keeps only one copy of it until the coordinator has
+    processed it.
     """
 
     def __init__(self, gateway: Gateway, models: EngineModels) -> None:
@@ -49,8 +49,7 @@ class FormatReports:
             await self._report(name, run, found)
 
     async def _read(self, engine: EngineState) -> None:
-        """Load the model of an engine as soon as the log names its files, so that the engine's first call need not
-        wait."""
+        """Load an engine's model as soon as the log names its files, so that the engine's first call need not wait."""
         run, weights = engine.run, engine.weights
         if engine.phase == Phase.OFFLINE or weights is None or not weights.weights.tokenizer:
             return

@@ -21,8 +21,8 @@ TOUCHES_MAX = 10_000  # maximum number of episodes or claims in one message
 class Heartbeats:
     """Sends each engine's live episodes in one message a second, and confirmed claims sooner (R5, R13).
 
-    A separate message a second lists the live clients, which belong to no engine. `hears_clients` returns whether this
-    gateway receives their heartbeats.
+    A separate message each second lists the live clients, which belong to no engine. `hears_clients` returns whether
+    this gateway receives their heartbeats.
     """
 
     def __init__(self, bus: Bus, hears_clients: Callable[[], bool]) -> None:

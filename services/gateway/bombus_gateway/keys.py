@@ -1,8 +1,8 @@
 """Keys, episode ids and links, signed with the hive's secret so that any gateway can verify them without a look-up.
 
 An episode's key is for its agent: `sk-bombus-`, the claims, and an HMAC of the claims. The id of a claimed episode is
-for the client that claimed it: the episode's name on the log, a dot, and an HMAC of the name. A link to a checkpoint is
-its target and an HMAC of the target. Replicas recognize gateways by a key derived from the same secret.
+for the client that claimed it: the episode's name on the log, a dot, and an HMAC of the name. A link to a checkpoint
+consists of its target and an HMAC of the target. Replicas recognize gateways by a key derived from the same secret.
 """
 
 import binascii
@@ -37,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder(KeyClaims)
 
 
 class Keys:
-    """Signs and verifies keys with the hive's secret, using HMAC-SHA256 cut to 16 bytes."""
+    """Signs and verifies keys with the hive's secret, using HMAC-SHA256 truncated to 16 bytes."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < MAC_BYTES:
@@ -51,7 +51,8 @@ class Keys:
         return KEY_PREFIX + urlsafe_b64encode(claims + self._mac(claims)).rstrip(b"=").decode()
 
     def verify(self, key: str, now_ns: int) -> KeyClaims:
-        """Return the claims of a key. Raises `Refused` BAD_KEY unless this hive signed it, or KEY_EXPIRED."""
+        """Return the claims of a key. Raises `Refused` BAD_KEY unless this hive signed it, and KEY_EXPIRED if it has
+        expired."""
         found = self._verified.get(key)
         if found is None:
             found = self._verified[key] = self._signed_claims(key)
@@ -74,7 +75,7 @@ class Keys:
         return _decoder.decode(claims)
 
     def claimed_id(self, episode: str) -> str:
-        """Return the id under which a claim returns an episode to the client.
+        """Return the id under which the answer to a claim names an episode.
 
         The client needs this id to end, abort, touch and replay the episode. The agent cannot derive the id from the
         episode's key.
@@ -83,7 +84,7 @@ class Keys:
         return f"{episode}{SECRET_MARK}{secret}"
 
     def episode_of(self, claimed_id: str) -> str:
-        """Return the name of a claimed episode on the log.
+        """Return the log's name for the episode with this claimed id.
 
         Raises `Refused` NOT_YOUR_EPISODE for any other id, whether or not such an episode exists.
         """

@@ -1,4 +1,5 @@
-"""The limits of a single request, for every API. docs/limits.md lists these, and the limits on connections and headers.
+"""The limits of a single request, for every API. docs/limits.md lists these, along with the limits on connections and
+headers.
 
 The limits that the operator sets are in `settings.py`: the size of a call's body, open calls, bytes per episode. The
 limits for a client key are in `bombus.machine.hive_keys`.

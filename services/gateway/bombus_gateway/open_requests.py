@@ -1,4 +1,4 @@
-"""Limits the open requests of a gateway and the memory for their bodies, with a fair share of both for each key."""
+"""Limits a gateway's open requests and the memory for their bodies, with a fair share of both for each key."""
 
 import time
 from collections import Counter
@@ -25,14 +25,16 @@ def places_of(settings: GatewaySettings) -> int:
     """Return how many requests may be open before each key is held to its share. A quarter of the connections is kept
     spare.
 
-    Calls have a separate limit, which must be reached first, if this process may open enough files for that many.
+    Calls have a separate limit, which must be reached first. The result is therefore above that limit, if this process
+    may open enough files for so many.
     """
     connections = connections_of(settings)
     return max(min(settings.open_calls_max, connections // CONNECTIONS_FOR_A_CALL) + 1, connections * 3 // 4)
 
 
 class OpenRequest:
-    """One open request: how many bytes of its body were received and, once known, the share against which it counts."""
+    """One open request: how many bytes of its body have been received and, once known, the share against which it
+    counts."""
 
     __slots__ = ("bytes", "headers", "share")
 
@@ -43,7 +45,7 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Counts requests until they are answered, and the bytes of their bodies.
+    """Counts requests, and the bytes of their bodies, until the requests are answered.
 
     `share_of` returns the name of the share that a request counts against, given the request's headers. It is called
     only when places or memory have run out.
@@ -108,8 +110,8 @@ class OpenRequests:
 
 
 def share_by_key(gateway: Gateway) -> Callable[[RawHeaders], str]:
-    """Return a function that maps headers to a share: that of the request's key, or that of the key that claimed the
-    request's episode."""
+    """Return a function that maps a request's headers to a share: that of the request's key, or that of the key that
+    claimed the request's episode."""
     return lambda headers: gateway.clients.holder(headers).share or _owner_of_episode(gateway, headers)
 
 

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, for the APIs that speak one of OpenAI's dialects. Pure."""
+"""Errors in OpenAI's format, for the APIs that use one of OpenAI's dialects. Pure."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The OpenAPI document of a gateway, built on the first request for it. This module is imported only then."""
+"""A gateway's OpenAPI document, built when it is first requested. Only then is this module imported."""
 
 from typing import Any
 

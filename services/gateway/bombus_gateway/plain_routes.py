@@ -1,6 +1,6 @@
 """Plain Starlette routes, whose handlers read their requests themselves.
 
-If they were FastAPI routes, FastAPI would analyse each of them at every start, in search of parameters and models that
+If these were FastAPI routes, FastAPI would analyse each of them at every start, looking for parameters and models that
 they do not have.
 """
 

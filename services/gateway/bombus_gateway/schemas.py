@@ -28,7 +28,7 @@ _REFUSALS = ("400", "401", "403", "404", "405", "413", "503")
 
 
 def schema_of(described: Described) -> JsonSchema:
-    """Return the schema of a type, or a given schema, with each `$ref` replaced by its definition."""
+    """Return the schema of a type, or a schema given directly, with each `$ref` replaced by its definition."""
     schema: JsonSchema = described if isinstance(described, dict) else msgspec.json.schema(described)
     definitions = schema.get("$defs", {})
 
@@ -64,8 +64,8 @@ def one_of(*values: str) -> JsonSchema:
 
 
 def request_of(kind: type[msgspec.Struct], left_out: Sequence[str] = (), **by_hand: JsonSchema) -> JsonSchema:
-    """Describe the object that a struct decodes. `by_hand` describes fields further, and adds fields that are decoded
-    elsewhere."""
+    """Describe the object that a struct decodes. `by_hand` adds to the descriptions of fields, and describes fields
+    that are decoded elsewhere."""
     fields = [field for field in msgspec.structs.fields(kind) if field.name not in left_out]
     described = by_hand | {field.name: _field(field) | by_hand.get(field.name, {}) for field in fields}
     required = {field.name for field in fields if field.required}
@@ -90,7 +90,7 @@ def named(schema: str) -> JsonSchema:
 
 
 def answered(description: str, schema: str, event: JsonSchema | None = None) -> JsonSchema:
-    """Describe an answer by the name of its schema. A model call's answer may be a stream of `event` instead."""
+    """Describe an answer by the name of its schema. A model call can also be answered with a stream of `event`."""
     content = _json(named(schema))
     if event is None:
         return {"description": description, "content": content}

@@ -45,8 +45,8 @@ async def run(settings: GatewaySettings) -> None:
 
 
 def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:
-    """Serve the app while the block runs. Calls still open `drain_s` seconds after the block ends are recorded as cut
-    off."""
+    """Serve the app while the block runs. Calls that are still open `drain_s` seconds after the block ends are recorded
+    as cut off."""
     settings = app.calls.settings
     limits = HttpLimits(connections=connections_of(settings))
     named = (settings.host, host_of(settings.public_url), *settings.host_names)
@@ -58,7 +58,7 @@ def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManage
 async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, Gateway]]:
     """Run a gateway that folds the log, without serving its app, while the block runs.
 
-    The block gets the app and the gateway. It is cancelled if one of the gateway's tasks fails.
+    The block gets the app and the gateway. The block is cancelled if one of the gateway's tasks fails.
     """
     async with await Bus.connect(settings.bus_url, settings.hive, name="gateway") as bus:
         await bus.until_streams_exist()
@@ -83,7 +83,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
 
 
 async def _become_ready(gateway: Gateway) -> None:
-    """Wait until the log is folded. Before that the gateway cannot refuse the keys of ended episodes (R18)."""
+    """Wait until the log is folded. Until then, the gateway cannot refuse the keys of ended episodes (R18)."""
     await gateway.follower.caught_up(CATCH_UP_S)
     gateway.ready = True
     log.info("the gateway is ready", extra={"position": gateway.follower.position})

@@ -12,7 +12,7 @@ DAY_S = 86_400.0
 
 
 class GatewaySettings(GatewayOptions):
-    """Each of `engines` is served under `/e/<engine>/`, and the first one also at the root."""
+    """A gateway's settings. Each of `engines` is served under `/e/<engine>/`, and the first one also at the root."""
 
     hive: Annotated[HiveName, Flag(declared_elsewhere=True)] = "main"
     bus_url: Annotated[str, Flag(name="--nats", declared_elsewhere=True)] = "nats://127.0.0.1:4222"

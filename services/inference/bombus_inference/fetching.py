@@ -57,8 +57,8 @@ class FetchedWeights:
 
 
 class Fetcher:
-    """Fetches the weights of one replica. Files that are not in the trainer's folder go to a cache of the newest
-    version.
+    """Fetches one replica's weights. Files that are not in the trainer's folder are fetched into a cache, which keeps
+    only the newest version.
 
     If `adapters` is true, adapters are passed on as they are; otherwise they are merged into their base model.
     """
@@ -75,7 +75,7 @@ class Fetcher:
         self._folder = Path()
 
     async def materialise(self, ready: WeightsReady, trainer_epoch: Callable[[], int]) -> FetchedWeights:
-        """Return the version that `ready` names, complete and with the digest that the log gives.
+        """Return the version that `ready` names, complete and checked against the digest in the log.
 
         If a delta cannot be used, a full copy is requested from the run's trainer, whose epoch is `trainer_epoch()`.
         Raises `EngineFault` if no full copy is available either.
@@ -165,7 +165,7 @@ class Fetcher:
         return FetchedWeights(into, newest if on_current else None, weights.base)
 
     async def _delta(self, weights: Weights) -> Path:
-        """Return a delta's file, checked against the log or against the delta on top of it."""
+        """Return a delta's file, checked against its digest, which is in the log or in the next delta."""
         path = await self._local(weights, DELTA_FILE) / DELTA_FILE
         found = await asyncio.to_thread(file_sha256, path)
         if found != weights.delta_sha256:

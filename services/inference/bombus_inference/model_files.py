@@ -47,7 +47,7 @@ def read_config(folder: Path) -> TextModelConfig:
 
 
 def read_shapes(path: Path) -> Shapes:
-    """Return the shape of each tensor in a safetensors file. Raises `EngineFault`.
+    """Return the shape of each tensor in a safetensors file. Raises `EngineFault` if the file cannot be read as one.
 
     Such a file starts with the length of its JSON header.
     """

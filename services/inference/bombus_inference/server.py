@@ -77,7 +77,7 @@ class _Reply:
     async def take(self, until_done: bool) -> bytes:
         """Wait for the next delivery, or for the last one if `until_done`, and return all deliveries not yet taken.
 
-        Raises `ClientDisconnected`.
+        Raises `ClientDisconnected` if the client disconnects before that.
         """
         while not (self.done if until_done else self._chunks):
             if self._disconnected:
@@ -267,7 +267,7 @@ class App:
 
 
 class GatewaysOnly:
-    """ASGI middleware for a replica that admits only requests with the hive's replica key, and never web pages.
+    """ASGI middleware for a replica: admits only requests that carry the hive's replica key, and none from web pages.
 
     All requests must come through gateways, because only gateways record them and keep clients' adapters apart.
     """

@@ -150,8 +150,8 @@ class VllmSettings(BaseModel):
 
 
 class OpenAISettings(BaseModel):
-    """Settings for an external server: vLLM's completions with token ids or SGLang's `/generate`, detected
-    automatically."""
+    """Settings for an external server, which runs vLLM (completions with token ids) or SGLang (`/generate`); the kind
+    is detected automatically."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

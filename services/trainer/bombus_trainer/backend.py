@@ -81,8 +81,8 @@ class TrainerBackend(Protocol):
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
 
     def canary(self, part: ModelPart = ModelPart.MODEL, source: WeightsSource | None = None) -> Canary | None:
-        """Return the canary of the current weights as they are published, with `part`, or None if it cannot be
-        computed. If there are several ranks, `source` reads the weights on all of them."""
+        """Return the canary of the current weights as published with `part`, or None if it cannot be computed. If there
+        are several ranks, `source` reads the weights on all of them."""
         ...
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
@@ -94,7 +94,8 @@ class TrainerBackend(Protocol):
 
 
 class OperationBackend(Protocol):
-    """Training clients' models on one base; see `operations.executor.OperationExecutor`. Make one call at a time."""
+    """Executes operations on training clients' models, which share one base; see
+    `operations.executor.OperationExecutor`. Make one call at a time."""
 
     @property
     def models(self) -> dict[str, int]: ...

@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
-    """Return this machine's layout, and the trainer's configuration on every machine. Raises `Refused(BAD_CONFIG)`."""
+    """Return this machine's layout, and the trainer's configuration, which is the same on every machine. Raises
+    `Refused(BAD_CONFIG)` if the arguments or the document are invalid."""
     check_counts(arguments, {"nnodes": NODES_MAX, "nproc_per_node": PROCESSES_MAX, "master_port": 65_535})
     check_range("--operation-timeout", arguments.operation_timeout, 1, TIMEOUT_S_MAX)
     name = arguments.engine
@@ -174,8 +175,8 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
 
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
-    """Return the document, with the values given by flags for the trainer, the gateway and the hive in place of its
-    own."""
+    """Return the document, with its values for the trainer, the gateway and the hive overridden by those given as
+    flags."""
     typed = typed_overrides(arguments, FLAGS)
     engine = plain["engines"][arguments.engine]
     trainer = put_over({"backend": "verl", **(engine.get("trainer") or {})}, typed["trainer"])

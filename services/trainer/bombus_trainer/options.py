@@ -61,7 +61,8 @@ class TrainerOptions(TrainerMachineOptions):
 
     @property
     def silence_s(self) -> float:
-        """How long this trainer may be silent before the hive considers it gone: half of `stall_s`. 0 means a day."""
+        """How long this trainer may be silent before the hive considers it gone: half of `stall_s`. The hive takes 0 to
+        mean a day."""
         return self.stall_s / 2
 
     @property

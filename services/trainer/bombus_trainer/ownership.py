@@ -87,8 +87,8 @@ class RunOwnership:
         await self._follower.caught_up()
 
     async def next_run(self) -> None:
-        """Wait for a run that we have not owned yet, and own it. Runs without either a policy or operations are
-        skipped."""
+        """Wait for a run that we have not owned yet, and become its owner. Runs without either a policy or operations
+        are skipped."""
         await self._follower.wait_for(lambda _: self._is_new(self.engine))
         self.run = self.engine.run
 
@@ -134,7 +134,8 @@ class RunOwnership:
     # ---- opening and giving up a run --------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Become the run's trainer. From then on, facts from earlier trainers are ignored. Raises `RunOver`."""
+        """Become the run's trainer. From then on, facts from earlier trainers are ignored. Raises `RunOver` if the run
+        cannot be opened or is over."""
         self.epoch = 0
         self.over.clear()
         opens = TrainerOpens(

@@ -85,7 +85,8 @@ class Board:
 
 
 class Leader:
-    """Loads backends that span all ranks. `load` and `load_base` load this rank's part."""
+    """Loads backends that span all ranks. The functions `load` and `load_base` that it is created with load this rank's
+    part."""
 
     def __init__(self, board: Board, load: Loader, load_base: BaseLoader, timeout_s: float) -> None:
         self._board = board

@@ -434,7 +434,8 @@ def _has_made(engine: EngineState, step: int) -> bool:
 
 
 def _counts(engine: EngineState) -> tuple[int, int]:
-    """Return two counts. A failed step changes one of them, even if the run has been suspended and resumed since."""
+    """Return the counts of failed steps and of suspensions. A failed step changes one of the two, even if the run has
+    been suspended and resumed since."""
     return engine.step_failures, engine.suspensions
 
 

@@ -1,4 +1,4 @@
-"""What a step computes: the job's configuration, and what this process adds to it."""
+"""The settings that determine what a step computes: the job's configuration, and what this process adds to it."""
 
 from typing import Self
 
@@ -55,12 +55,12 @@ class TrainerSettings(BaseModel):
 
     @property
     def verl_adv_estimator(self) -> str:
-        """The name in verl's registry of the job's estimator if it is one of verl's; otherwise empty."""
+        """The name of the job's estimator in verl's registry, or empty if the estimator is not one of verl's."""
         return "" if named(Estimator, self.config.adv_estimator) else self.config.adv_estimator
 
     @property
     def verl_policy_loss(self) -> str:
-        """The name in verl's registry of the job's loss if it is one of verl's; otherwise empty."""
+        """The name of the job's loss in verl's registry, or empty if the loss is not one of verl's."""
         return "" if named(Loss, self.config.loss) else self.config.loss
 
     @property
@@ -86,8 +86,9 @@ class TrainerSettings(BaseModel):
     def adam_epsilon(self) -> float:
         """Adam's epsilon, scaled like the gradient.
 
-        With the aggregation `constant`, both are divided by `constant_length`, which cancels out in Adam's update. An
-        unscaled epsilon would be larger than the gradient when answers are short and the divisor is, say, 15,000.
+        With the aggregation `constant`, the gradient and epsilon are both divided by `constant_length`, which cancels
+        out in Adam's update. An unscaled epsilon would be larger than the gradient when answers are short and the
+        divisor is, say, 15,000.
         """
         constant = self.config.loss_aggregation is Aggregation.CONSTANT
         return ADAM_EPSILON / self.constant_length if constant else ADAM_EPSILON

@@ -179,7 +179,8 @@ class Versions:
                 await self._prune_objects({PurePath(where).name for where in wheres})
 
     def _chain(self, weights: Weights) -> list[Weights]:
-        """Return these weights and the versions that they build on, as far as they are on this machine."""
+        """Return these weights and all versions that they build on, or only these weights if one of those versions is
+        not on this machine."""
         try:
             return chain(weights, self._directory)
         except EngineFault as fault:

@@ -32,7 +32,7 @@ def in_double(module: nn.Module, name: str, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def canary_logprobs(model: "PreTrainedModel", exact: Exact = in_double) -> tuple[float, ...]:
-    """Return the logprobs of all tokens of the canary's sequences but the first of each, computed in one pass.
+    """Return the logprobs of all tokens but the first in each of the canary's sequences, computed in one pass.
 
     `exact` returns the values to compute with. The family's own code may raise anything.
     """

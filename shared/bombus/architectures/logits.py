@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LogitsForm:
-    """The logits for output z of the output layer: cap tanh(scale z / cap), or scale z if there is no cap."""
+    """How logits follow from the output layer's output z: cap tanh(scale z / cap), or scale z if there is no cap."""
 
     scale: float = 1.0
     cap: float | None = None

@@ -170,7 +170,7 @@ def _miniature(small: "PretrainedConfig", seed: int) -> "PreTrainedModel":
 
 
 def empty_model(config: "PretrainedConfig") -> "PreTrainedModel":
-    """Create a float32 model of `config` without weights: on the meta device, they take no memory.
+    """Create a float32 model of `config` on the meta device, where its weights have no values and take no memory.
 
     Raises `EngineFault` if transformers cannot create it.
     """

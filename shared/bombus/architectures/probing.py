@@ -1,7 +1,8 @@
-"""The check when a model is loaded: the model is served or trained only if our results equal those of transformers'
-forward pass.
+"""The check made when a model is loaded: the model is served or trained only if our results equal those of
+transformers' forward pass.
 
-The check ignores the family's name. An exception in the family's code also becomes a refusal, in one sentence.
+The check ignores the family's name. If the family's code raises an exception, the model is refused too, with a message
+of one sentence.
 """
 
 import logging

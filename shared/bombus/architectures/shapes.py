@@ -28,7 +28,8 @@ class LayerShape:
 
 
 class ShapeRecorder:
-    """Records the shapes of a model's layers. Passed instead of the state that our attention function usually gets."""
+    """Records the shapes of the caches of a model's layers. It is passed to our attention function in place of the
+    usual state."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}

@@ -1,4 +1,4 @@
-"""The bus: NATS JetStream as bombus uses it. Needs nats-py (`bombus[bus]`), which the SDK does not."""
+"""The bus: NATS JetStream as bombus uses it. It needs nats-py (`bombus[bus]`); the SDK does not."""
 
 import bombus.bus.lean_nats  # noqa: F401  # before what imports nats-py
 from bombus.bus.append import Outgoing, append, log_id

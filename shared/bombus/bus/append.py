@@ -1,4 +1,5 @@
-"""Appends decisions to the event log, with many in flight, each fenced by what it must follow (R2, R4).
+"""Appends decisions to the event log, with many in flight, each accepted only directly after what it must follow (R2,
+R4).
 
 The log always holds a prefix of the decisions, and never part of a decision. After any failure, the last event on the
 log shows how many decisions are stored, or that another coordinator is now the leader.
@@ -184,7 +185,8 @@ async def _append_step(
 
 
 async def _outcomes(acks: Sequence[asyncio.Future[PubAck]]) -> list[PubAck | BombusError]:
-    """Wait for all acknowledgements and return each or its failure. `asyncio.gather` would need a callback for each."""
+    """Wait for all acknowledgements, and return each of them, or the failure in its place. (`asyncio.gather` would need
+    a callback for each.)"""
     results: list[PubAck | BombusError] = []
     try:
         for ack in acks:
@@ -224,8 +226,8 @@ async def _send(bus: Bus, write: AtomicWrite, fence: Mapping[str, str]) -> async
 
 
 async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int) -> int:
-    """Return how many of the decisions the log has after `expected_last`, judging by its last event, read from the
-    leader."""
+    """Return how many of the decisions the log has after `expected_last`, judging by the log's last event as read from
+    the leader."""
     epoch = int(decisions[0][0].headers[EPOCH])
     stored = await bus.last(bus.subjects.events_stream)
     last = 0 if stored is None else stored.seq

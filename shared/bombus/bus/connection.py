@@ -214,7 +214,8 @@ class Bus:
         return body
 
     async def own_address(self) -> str:
-        """Return the address from which this machine reaches the bus. Raises `BusUnavailable`."""
+        """Return the address from which this machine reaches the bus. Raises `BusUnavailable` if the bus cannot be
+        reached."""
         server = self._client.connected_url
         if server is None:
             raise BusUnavailable("the bus is not connected")
@@ -334,9 +335,9 @@ class Bus:
             return False
 
     async def get_many(self, stream: str, seqs: Sequence[int]) -> list[Stored]:
-        """Return the messages at `seqs`, in that order, with many requests in flight. Raises as `get` does.
+        """Return the messages at `seqs`, in that order, with many requests in flight. Raises the same errors as `get`.
 
-        Messages that follow one another are read with one request. All readers of this connection share one limit on
+        Messages that follow one another are read with one request. All readers on this connection share one limit on
         what is in flight.
         """
         found: dict[int, Stored] = {}

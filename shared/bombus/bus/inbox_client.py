@@ -72,7 +72,8 @@ class InboxClient:
         durable.
 
         Raises `Refused` if the answer is a refusal. Raises `BusUnavailable` if there is no answer within `timeout_s`,
-        or as soon as the leader says that it decides nothing for now. The command may still be decided later.
+        or as soon as the leader reports that it is not deciding anything for now. The command may still be decided
+        later.
         """
         if len(self._pending) >= PENDING_MAX:
             raise Refused(Code.OVERLOADED, f"{PENDING_MAX} commands are waiting for answers; try again later")
@@ -128,7 +129,8 @@ class InboxClient:
                 return answer
 
     async def say_undecided(self, why: str) -> None:
-        """Tell all callers that wait for an answer, on any connection, that nothing is decided for now, and why."""
+        """Tell all callers that wait for an answer, on any connection, that no command is being decided for now, and
+        why."""
         try:
             await self._client.publish(self._subjects.undecided, why.encode())
         except Error as error:

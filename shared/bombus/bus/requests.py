@@ -53,8 +53,8 @@ class Requests:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_answer)
 
     async def request(self, subject: str, body: bytes = b"", timeout_s: float | None = None) -> ReceivedMessage:
-        """Send a request, repeatedly if need be, and return its answer. Raises `BusUnavailable` if none comes within
-        `timeout_s`, and `Refused` if the request is over the server's size limit."""
+        """Send a request, repeatedly if need be, and return its answer. Raises `BusUnavailable` if no answer arrives
+        within `timeout_s`, and `Refused` if the request is over the server's size limit."""
         loop = asyncio.get_running_loop()
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = loop.time() + allowed_s
@@ -75,8 +75,8 @@ class Requests:
         raise BusUnavailable(f"{subject}: {why} within {allowed_s:g} s")
 
     async def request_batch(self, subject: str, body: bytes) -> list[ReceivedMessage]:
-        """Send a request whose answer is many messages, and return those. The answer may end early, and if the request
-        had to be repeated, messages may be repeated too. Raises as `request` does."""
+        """Send a request that is answered with many messages, and return those messages. The answer may end early, and
+        if the request had to be repeated, messages may be repeated too. Raises the same errors as `request`."""
         token, batch = self._next, list[ReceivedMessage]()  # `request` takes this token before it waits
         self._batches[token] = batch
         try:

@@ -330,7 +330,8 @@ def _has_room(folder: Path) -> bool:
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
-    """Lock a server's folder until all processes that have the lock file open have ended. Raises `BusUnavailable`."""
+    """Lock a server's folder until all processes that have the lock file open have ended. Raises `BusUnavailable` if
+    another process holds the lock."""
     lock = (folder / "lock").open("wb")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """Snapshots of a hive's state in the object store. Recovery loads the newest usable one and folds the events after it.
 
-A snapshot names the event at which it ends by sequence and message id. If that event is not on the log (because the log
-was recreated, or lost its end in a power cut), the snapshot is not used (R6).
+A snapshot identifies its last event by sequence and message id. If that event is not on the log (because the log was
+recreated, or lost its end in a power cut), the snapshot is not used (R6).
 """
 
 import logging
@@ -26,7 +26,7 @@ _MAGIC = b"bombus snapshot\n"
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The fold of all events up to `position`, in `hive`, as computed by version `fold` of `evolve`.
+    """A stored state: `hive` is the fold of all events up to `position`, as computed by version `fold` of `evolve`.
 
     `event_id` is the message id of the event at `position`, and `answered` the inbox sequence that this event answers.
     """

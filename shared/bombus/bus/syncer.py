@@ -130,8 +130,8 @@ class StoreChanges:
 class Syncer:
     """Syncs the store of one run of a server, from `start` until the run has `ended`.
 
-    After a sync has failed, no request is answered any more: the kernel marks pages that it could not write as clean,
-    so a later sync would succeed without writing them. `failure` then says what happened.
+    After a sync has failed, no further request is answered: the kernel marks pages as clean even if it could not write
+    them, so a later sync would succeed without writing them. `failure` then says what happened.
     """
 
     def __init__(self, store: Path, url: str, ended: threading.Event, sync: Sync = os.fsync) -> None:
@@ -211,8 +211,8 @@ class Syncer:
             sync.result()
 
     def _sync_one(self, path: str) -> None:
-        """Sync a file or a folder. Skip it if it is gone: then its parent folder has changed too. Raises
-        `SyncFailed`."""
+        """Sync a file or a folder. If it is gone, skip it, since its parent folder has then changed too. Raises
+        `SyncFailed` if it cannot be opened or synced."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -23,7 +23,7 @@ SyncNotice = Callable[[BombusError | None], None]
 
 
 class Syncing:
-    """The syncs that one connection waits for. Its owner calls `connection_lost`.
+    """Waits for syncs on behalf of one connection, whose owner calls `connection_lost`.
 
     A sync covers nothing that was stored over an earlier connection: the server may have lost those messages in a power
     cut.

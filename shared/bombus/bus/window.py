@@ -7,7 +7,8 @@ from bombus.errors import BusUnavailable
 
 
 class Window:
-    """A bound that serves senders in order. A message larger than `bytes_max` passes only when it is alone."""
+    """A bound on messages in flight, which admits senders in order. A message larger than `bytes_max` is admitted only
+    when nothing else is in flight."""
 
     def __init__(self, messages_max: int, bytes_max: int, waiting_max: int | None = None) -> None:
         """Make a window in which at most `waiting_max` senders wait (by default, `messages_max`)."""

@@ -59,7 +59,7 @@ class MessagePlace(msgspec.Struct, frozen=True, gc=False):
     """The place of a message in a stream: its sequence, and a digest that would differ for another message at that
     sequence (R6).
 
-    The digest is "" if it is not known, as for events from versions that wrote none.
+    The digest is "" if it is not known, as for events written by versions that did not store digests.
     """
 
     seq: int = 0

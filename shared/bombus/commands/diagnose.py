@@ -57,7 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def read_series(source: Source, name: str) -> RunSeries:
-    """Read the steps of a run, or of an engine's newest run. Raises `NotOnLog`, `LogCorrupted`."""
+    """Read the steps of a run, or of an engine's newest run; `name` is that of the run or the engine.
+
+    Raises `NotOnLog` unless exactly one run is found, and `LogCorrupted` if an event cannot be read.
+    """
     hive, position = await source.base()
     found = FoundRuns(name)
     for state in hive.engines.values():
@@ -113,7 +116,7 @@ class FoundRuns:
 
 
 async def read_answers(source: Source, series: RunSeries) -> None:
-    """Read the sampled answers of the newest steps. Steps whose calls are no longer kept get none."""
+    """Read the sampled answers of the newest steps. A step whose calls have been removed gets no answers."""
     for figures in series.steps[-ANSWERS_READ:]:
         try:
             records = await source.records([call for _, _, call in figures.sampled])
@@ -130,7 +133,8 @@ async def read_answers(source: Source, series: RunSeries) -> None:
 
 
 def _progress(series: RunSeries) -> list[str]:
-    """Return what became of the reward: a run that learns nothing may have a fault that no rule looks for."""
+    """Return lines about a reward that has not risen, since a run that learns nothing may have a fault that no rule
+    looks for."""
     rewards = [reward for row in series.steps if (reward := reward_of(row)) is not None]
     first, last = rewards[:WINDOW], rewards[-WINDOW:]
     least, most = reward_bounds(series.steps)

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Moment(msgspec.Struct):
-    """A hive after event `seq` of its log. `led_ns` is when a leader was last at work, or 0 if unknown."""
+    """The state of a hive after event `seq` of its log. `led_ns` is when a leader was last at work, or 0 if unknown."""
 
     hive: Hive
     seq: int

@@ -40,8 +40,9 @@ class EnginePart(Part):
 
 class Cluster(Part):
     """A whole deployment. `nats` is the URL of an external NATS server or cluster; if it is empty, bombus starts its
-    own. `data_dir` is relative to the working directory. What was acknowledged survives the end of any process
-    (`durability: process`), or a power cut too (`power`): then data is synced to the disk before it is acknowledged."""
+    own. `data_dir` is relative to the working directory. With `durability: process`, what was acknowledged survives the
+    end of any process. With `power`, it survives a power cut too, because data is synced to the disk before it is
+    acknowledged."""
 
     hive: str = Field(default="main", description="a name of lower-case letters, digits and dashes")
     nats: str = Field(default="", max_length=4096)

@@ -34,7 +34,7 @@ class Flag:
     Put it into the field's annotation: `room: Annotated[int, Flag(metavar="MB")] = Field(default=0, description=...)`.
 
     - `name` is the flag, such as `--nats`; by default the field's name with dashes. `also` is another name for it.
-    - `metavar` stands for the value in the help; by default N for a whole number, otherwise the field's name.
+    - `metavar` is the value's placeholder in the help; by default N for a whole number, otherwise the field's name.
     - `help` replaces the field's description.
     - `default` describes the default if its value is not self-explanatory: "a new name".
     - `choices` are the values that can be typed, if the field accepts others too.

@@ -94,9 +94,9 @@ class RolloutConfig(ConfigGroup):
     episodes they are unsupported as well, unless `sampling` is `obey`: then the constraints are enforced, and the
     answers are not trained on.
 
-    `auxiliary_calls` says what happens to calls that a harness makes for itself with an episode's key, such as for a
-    title for the session or for a summary when its context is full: with `mask` they are recorded but not trained on,
-    with `train` they are treated like all other calls.
+    `auxiliary_calls` says what happens to calls that a harness makes for its own purposes with an episode's key, for
+    example to get a title for the session, or a summary when its context is full: with `mask` they are recorded but not
+    trained on, with `train` they are treated like all other calls.
 
     `allow_chat_template_kwargs` lets requests pass variables to the chat template: see docs/templates.md.
     """

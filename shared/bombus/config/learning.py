@@ -1,4 +1,5 @@
-"""Checks, before any episode is played, for settings that are individually valid but together learn nothing."""
+"""Checks, before any episode is played, for combinations of individually valid settings with which nothing is
+learnt."""
 
 from bombus.config.algorithms import Correction, Estimator, named
 from bombus.config.job import RunConfig

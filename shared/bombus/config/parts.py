@@ -35,7 +35,8 @@ class Part(BaseModel):
 
 
 class GatewayOptions(BaseModel):
-    """Where clients reach a gateway, and the names that they may use. For cluster files and `bombus gateway`."""
+    """A gateway's options: where clients reach it, and the names that they may use. Used in cluster files and by
+    `bombus gateway`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -108,7 +109,7 @@ class GatewayPart(GatewayOptions, Part):
 
 
 class LogOptions(Part):
-    """How a growing log is compacted. For cluster files and the flags of `bombus coordinator`."""
+    """Options for compacting a growing log. Used in cluster files and by the flags of `bombus coordinator`."""
 
     compact: Annotated[bool, Flag(help="whether the oldest events are removed once the log is over 60 % full")] = True
     archive: Annotated[
@@ -126,7 +127,7 @@ class CoordinatorPart(LogOptions):
     """The coordinator. One of `count` processes leads and the others stand by; with 0, it runs on another machine.
 
     With `compact` the leader removes the oldest events once the log is over 60 % full, until it is about 40 % full. If
-    a folder `archive` is given, the events are first written there; it is relative to the working directory.
+    a folder `archive` (relative to the working directory) is given, the events are first written there.
     """
 
     count: Count = 1
@@ -147,7 +148,8 @@ class PlacedPart(Part):
 
 
 class TrainerMachineOptions(BaseModel):
-    """Settings chosen by the operator of a trainer's machine. For cluster files and the flags of `bombus trainer`."""
+    """Settings chosen by the operator of a trainer's machine. Used in cluster files and by the flags of `bombus
+    trainer`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

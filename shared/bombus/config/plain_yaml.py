@@ -34,7 +34,7 @@ class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
         self._nodes = 0
 
     def fetch_flow_collection_start(self, token: Any) -> None:
-        """Refuse deeply nested brackets during scanning already, because each level slows the scanner down."""
+        """Refuse deeply nested brackets in the scanner, since every level slows the scanner itself down."""
         if self.flow_level >= DEPTH_MAX:
             raise ScannerError(None, None, _nested(), self.get_mark())
         super().fetch_flow_collection_start(token)

@@ -73,8 +73,8 @@ def _read(option: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the options without slime's `kl_coef`, which must be 0. `kl_coef` is taken as slime's if other options
-    are."""
+    """Return the options without slime's `kl_coef`, which must be 0. `kl_coef` is assumed to be slime's if any other
+    option is slime's."""
     slimes = sorted(SLIMES & given.keys())
     if not slimes or "kl_coef" not in given:
         return given

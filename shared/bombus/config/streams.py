@@ -47,8 +47,8 @@ Limit = Annotated[Size | None, Field(description=_TAKES)]
 
 
 class StreamLimits(Part):
-    """How many servers keep each stream, and the size at which it is full and accepts no more messages. Each server
-    reserves that much disk space.
+    """The limits of a hive's streams: how many servers keep each stream, and the size at which it is full and accepts
+    no more messages. Each server reserves that much disk space.
 
     Settings that are not given stay unchanged. A new stream gets 1 replica and 256MiB for `inbox` (messages that are
     not decided yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 1GiB for `ops`

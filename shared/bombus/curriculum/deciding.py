@@ -1,4 +1,5 @@
-"""Decides which events follow from a result: tasks graduate, are reviewed or return, and tiers are reached. Pure.
+"""Decides which events follow from a result: tasks graduate, are reviewed or return, and tiers are reached. The
+functions here are pure.
 
 The events are recorded, so a later change of the rules does not change what has already happened.
 """

@@ -41,7 +41,11 @@ class CurriculumJournal:
             raise
 
     def append(self, events: list[AnyCurriculumEvent]) -> None:
-        """Write the events of one decision, all or none of them. Raises `JournalFull`, `Refused` or `OSError`."""
+        """Write the events of one decision, all or none of them.
+
+        Raises `JournalFull` if the file or the disk is full, `Refused` in a process forked since the journal was
+        opened, and `OSError` if writing fails.
+        """
         if self._file < 0:
             raise ValueError(f"{self.path} is closed")
         if os.getpid() != self._process:  # a forked process would share the lock

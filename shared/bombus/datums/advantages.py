@@ -18,10 +18,10 @@ def group_advantages(
 ) -> list[float]:
     """Compute one advantage for each of n samples in a group, from its reward r_i and its number of trained tokens l_i.
 
-    - GRPO (Shao et al. 2024, arXiv:2402.03300): r_i - mean(r), over the sample standard deviation (n - 1) if
+    - GRPO (Shao et al. 2024, arXiv:2402.03300): r_i - mean(r), divided by the sample standard deviation (n - 1) if
       `normalise_std`.
     - Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): r_i - mean(r).
-    - RLOO (Ahmadian et al. 2024, arXiv:2402.14740): r_i - the mean of the others.
+    - RLOO (Ahmadian et al. 2024, arXiv:2402.14740): r_i - the mean of the other rewards.
     - OPO (Hao et al. 2025, arXiv:2505.23585): r_i - sum(l r) / sum(l).
     - REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): r_i, or r_i - mean(r) with baseline. Both must still be
       normalised over the whole batch, see `whitening`.

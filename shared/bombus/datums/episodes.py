@@ -85,7 +85,7 @@ class EpisodeDatum(msgspec.Struct, frozen=True, kw_only=True):
 def learnt_sequences(records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> tuple[LearntSequence, ...]:
     """Return the sequences of an episode's calls, without those that have no token to train on (see `call_sequences`).
 
-    Raises `LogCorrupted`.
+    Raises `LogCorrupted` if the calls do not fit together.
     """
     found = (_learnt(sequence, records) for sequence in call_sequences(records, context).sequences)
     return tuple(sequence for sequence in found if sequence is not None)

@@ -14,7 +14,8 @@ class CallReader(Protocol):
     """A source of call records: the bus, or an archived log (`bombus.replay.source.Source`)."""
 
     async def records(self, refs: Sequence[CallRef]) -> Sequence[CallRecord]:
-        """Return the records that these references point to, in order, after checking each. Raises `LogCorrupted`."""
+        """Return the records that these references point to, in order. Raises `LogCorrupted` if a record is gone or
+        does not match its reference."""
         ...
 
 
@@ -30,9 +31,10 @@ class BusCallReader:
 
 
 async def ancestors(calls: CallReader, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
-    """Read the ancestors of an episode's calls that do not belong to the episode (they were cut off, or came late).
+    """Read those ancestors of an episode's calls that do not belong to the episode themselves (they were cut off, or
+    came late).
 
-    Raises `LogCorrupted`.
+    Raises `LogCorrupted` if one of them cannot be read, or if there are more than `ANCESTORS_MAX`.
     """
     have = {record.id for record in records}
     context: list[CallRecord] = []

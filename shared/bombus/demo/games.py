@@ -49,7 +49,7 @@ class CallRefused(BombusError):
 class GameModel(Protocol):
     """The model in one episode, with the two kinds of completion that OpenAI's API has.
 
-    Both raise `CallRefused`.
+    Both raise `CallRefused` if the gateway refuses the call.
     """
 
     def chat(self, messages: Messages, max_tokens: int) -> Awaitable[ModelReply]: ...
@@ -79,8 +79,8 @@ class Game(Protocol):
 
 
 class Letters:
-    """The right answer to `c=` is the letter c eight times. The model starts from scratch, so it has to learn the
-    alphabet first.
+    """A game in which the right answer to `c=` is the letter c, eight times. The model starts from scratch, so it has
+    to learn the alphabet first.
 
     With `turns` 2, the text after the first reply names another letter, which the second reply must repeat, so the
     model has to attend to the right one of two letters.
@@ -205,8 +205,8 @@ class Needle:
     def reward(reply: ModelReply, answer: str) -> float:
         """Return 0.9 times how well a reply matches the answer, plus 0.1 if the model ended the reply.
 
-        If the text contains the answer, the match is the answer's share of the text. If not, it is 0.3 times the share
-        of the answer with which the text begins.
+        If the text contains the answer, the match is the answer's share of the text. If not, it is 0.3 times the
+        fraction of the answer that the text begins with.
         """
         text = reply.text.strip().lower()
         wanted = answer.lower()

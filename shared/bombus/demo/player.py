@@ -69,7 +69,8 @@ class Player:
 
 
 class _Model:
-    """The OpenAI protocol for one episode, without OpenAI's SDK: a hundred agents and the model share two cores."""
+    """The model in one episode, called over the OpenAI protocol. This avoids OpenAI's SDK because a hundred agents and
+    the model share two cores."""
 
     def __init__(self, http: aiohttp.ClientSession, credentials: Credentials, temperature: float) -> None:
         self._http = http

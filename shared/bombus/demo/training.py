@@ -35,7 +35,8 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Train for `steps` steps or `train_s` seconds, or until the mean reward of the last ten batches is `stop_at`."""
+    """How to train: for `steps` steps or `train_s` seconds, or until the mean reward of the last ten batches reaches
+    `stop_at`."""
 
     batch_size: int
     num_repeat: int
@@ -69,8 +70,8 @@ class Curve(msgspec.Struct, kw_only=True):
         return sum(step.reward for step in last) / 10 if len(last) == 10 else 0.0
 
     def seconds_to(self, reward: float, of: Callable[[Stepped], float]) -> float | None:
-        """Return `of` applied to the first step at which the mean of ten batches reached `reward`, or None if none
-        did."""
+        """Return `of` applied to the first step at which the mean reward of the last ten batches reached `reward`, or
+        None if there is no such step."""
         for index in range(9, len(self.steps)):
             if sum(step.reward for step in self.steps[index - 9 : index + 1]) / 10 >= reward:
                 return of(self.steps[index])
@@ -164,7 +165,8 @@ class Training:
     async def step(self) -> None:
         """Play one batch: `batch_size` tasks with `num_repeat` episodes each.
 
-        The hive trains as soon as the batch is complete. The next claim waits for the new weights, on the same clock.
+        The hive trains as soon as the batch is complete. The next claim waits for the new weights, and that wait counts
+        as training time.
         """
         self.trained.go()
         played: list[Played] = []

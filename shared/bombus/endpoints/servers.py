@@ -111,7 +111,8 @@ async def load_folder(
 ) -> None:
     """Make a server load the model in a folder, which the server must see under the same path, and clear its cache.
 
-    `label` is the version that the server reports for these weights. Raises `LoadFailed`, or `httpx.HTTPError`.
+    `label` is the version that the server reports for these weights. Raises `LoadFailed` if the server does not load
+    the model, or `httpx.HTTPError` if it does not answer properly.
     """
     if kind is ServerKind.SGLANG:
         await _load_into_sglang(client, folder, label, timeout_s)
@@ -144,7 +145,10 @@ async def _load_into_vllm(client: "httpx.AsyncClient", folder: Path, label: str,
 
 
 async def load_adapter(client: "httpx.AsyncClient", folder: Path, address: str, timeout_s: float) -> None:
-    """Make one of our replicas load an adapter from an address. Raises `LoadFailed`, or `httpx.HTTPError`."""
+    """Make one of our replicas load the adapter with this address from a folder.
+
+    Raises `LoadFailed` if the replica does not load it, or `httpx.HTTPError` if the replica does not answer properly.
+    """
     wanted = {"address": address, "folder": str(folder)}
     answer = await _asked(client, "POST", "/adapters", timeout_s, wanted)
     if answer.status != 200:

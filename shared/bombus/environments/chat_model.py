@@ -42,7 +42,8 @@ class NoModelAnswer(InfraError):
 class ModelRefused(InfraError):
     """The server refused a request.
 
-    `is_too_long`: the prompt is longer than the model or the job allows. `is_over`: the episode is over.
+    `is_too_long` says that the prompt is longer than the model or the job allows, and `is_over` that the episode is
+    over.
     """
 
     def __init__(self, why: str, is_too_long: bool = False, is_over: bool = False) -> None:
@@ -86,7 +87,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallWatch(Protocol):
-    """Is notified of the answered and failed calls from many episodes to one server."""
+    """An observer that is notified when calls to a server are answered or fail, in any of its episodes."""
 
     def answered(self) -> None:
         """Note that a call was answered."""
@@ -171,8 +172,8 @@ class ChatModel:
     ) -> ChatAnswer:
         """Return the model's answer. While the server is unreachable or busy, retry until `within_s` has passed.
 
-        `total_tokens` limits prompt and answer together if the server is a hive. Raises `NoModelAnswer` or
-        `ModelRefused`.
+        `total_tokens` limits prompt and answer together if the server is a hive. Raises `ModelRefused` if the server
+        refuses the request, or `NoModelAnswer` if there is no usable answer for any other reason.
         """
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), **self._sampling}
         if tools:

@@ -176,7 +176,8 @@ class ResetFailed(InfraError):
 
 
 class MethodFailed(InfraError):
-    """One of the environment's own methods failed, other than a tool. By default, that method is a reward."""
+    """One of the environment's own methods, other than a tool, failed. By default, it is taken to be a reward
+    method."""
 
     failure = FailureKind.GRADER
 

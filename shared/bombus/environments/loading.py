@@ -17,7 +17,8 @@ TASK_FIELDS = frozenset(Task.model_fields)
 
 
 def load_class(name: str) -> type:
-    """Return the class named by `module:Class`; modules in the working directory are found too. Raises `Refused`."""
+    """Return the class named by `module:Class`; modules in the working directory are found too. Raises `Refused` if
+    there is no such class."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise Refused(Code.BAD_CONFIG, f"{name!r} is not the name of a class: write module:Class, as in my_env:Counter")
@@ -39,7 +40,7 @@ def read_environment_tasks(path: Path) -> list[Task]:
     """Return the tasks in a file with one JSON object per line. Empty lines are skipped.
 
     Fields that `Task` does not have go into its metadata; `prompt` is another name for `main_query`. Raises `Refused`
-    with the number of the malformed line.
+    with the line's number if a line is malformed.
     """
 
     def task(line: str, number: int) -> Task:

@@ -269,7 +269,10 @@ class Rollout:
         )
 
     async def _made(self, limits: "_MethodLimits") -> AgentEnvironment:
-        """Return an episode's environment, whose instance may not exist yet. Raises `InfraError` or `WrongClass`."""
+        """Return an episode's environment, whose instance may not exist yet.
+
+        Raises `InfraError` if making the environment fails, or `WrongClass` if its class cannot be an environment.
+        """
         make: Any = self._make
         if inspect.isclass(make) and not is_environment(make):
             return PlainEnvironment(make)
@@ -492,7 +495,7 @@ async def _made_by(make: Callable[[], Any]) -> AgentEnvironment:
     """Return the environment that a function makes, directly or as a coroutine.
 
     A plain class's methods run in the thread in which the function ran. An instance that is made too late is closed.
-    Raises `InfraError` or `WrongClass`.
+    Raises `InfraError` if making the environment fails, or `WrongClass` if its class cannot be an environment.
     """
     async with AsyncExitStack() as stack:
         environment = PlainEnvironment(lambda: make())

@@ -6,7 +6,8 @@ from bombus.errors import Code, Refused
 
 
 def number_of(variables: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
-    """Return the number in a variable, or `default` if it is unset or blank. Raises `Refused`."""
+    """Return the number in a variable, or `default` if it is unset or blank. Raises `Refused` if the value is not a
+    number from `least` to `most`."""
     text = variables.get(name, "").strip()
     if not text:
         return default

@@ -40,7 +40,7 @@ class VersionFiles:
 class Finder:
     """Finds a hive's versions. Files from the object store are kept in the folder `cache`.
 
-    `data` is the hive's data folder, if known: it may have been moved since the log was written.
+    `data` is the hive's data folder, if known. That folder may have been moved since the log was written.
     """
 
     def __init__(self, source: Source, cache: Path, data: Path | None = None) -> None:
@@ -49,8 +49,8 @@ class Finder:
         self._data = data
 
     async def check(self, run: LoggedRun, version: int) -> Weights:
-        """Return the weights of a run's version. If the version does not exist, raise `NotOnLog`, listing the versions
-        that do."""
+        """Return the weights of a run's version. Raises `NotOnLog`, which lists the existing versions, if that version
+        does not exist."""
         ready = run.versions.get(version)
         if ready is not None and await self._is_there(ready.weights):
             return ready.weights

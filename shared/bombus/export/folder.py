@@ -34,7 +34,8 @@ def _is_export(folder: Path) -> bool:
 def drafted(out: Path, force: bool = False) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `out` on success, and removed on failure.
 
-    With `force`, an earlier export may be replaced, but nothing else. Raises `BadUsage`.
+    With `force`, `out` may be an earlier export, which is then replaced. Raises `BadUsage` if an export may not be
+    written to `out`.
     """
     _check_place(out, force)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

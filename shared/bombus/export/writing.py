@@ -27,10 +27,10 @@ StoredTensors = Iterable[tuple[str, Bits]]
 
 @dataclass(frozen=True)
 class ExportedFiles:
-    """What was written. `digests` maps the names of the weight files to their sha256.
+    """The result of an export. `digests` maps the names of the weight files to their sha256.
 
-    `rank` is the rank of an adapter, or 0 for a whole model. `share_lost` is the share of an adapter, measured as a
-    norm, that was lost to rounding when it was merged.
+    `rank` is the rank of an adapter, or 0 for a whole model. `share_lost` is the fraction of an adapter's norm that was
+    lost to rounding when the adapter was merged.
     """
 
     digests: dict[str, str]
@@ -109,7 +109,7 @@ def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
 def _sealed(
     source: TensorFile, tensors: StoredTensors, seal: Callable[[memoryview], None], progress: CopyProgress
 ) -> Iterator[tuple[str, Bits]]:
-    """Yield a file's tensors. For each one, call `seal` with its bytes before yielding it, and `progress`
+    """Yield a file's tensors. For each tensor, call `seal` with its bytes before the tensor is yielded, and `progress`
     afterwards."""
     total = sum(head.bytes for head in _heads(source, ""))
     done = 0

@@ -1,4 +1,4 @@
-"""The checkpoints that a run keeps, and those that earlier runs have left, at which a new run can begin."""
+"""The checkpoints from which a new run can start: those that a run keeps, and those that earlier runs have left."""
 
 import msgspec
 
@@ -32,7 +32,7 @@ def leave(left: list[LeftRun], config: str, kept: list[StepCompleted]) -> list[L
 
 
 def step_of(engine: str, begins: Beginning) -> StepCompleted:
-    """Return the step at which a run begins, in the form of a step that the run itself completed."""
+    """Return the step at which a run begins, as if the run itself had completed that step."""
     return StepCompleted(
         engine=engine,
         run=begins.run,
@@ -44,13 +44,14 @@ def step_of(engine: str, begins: Beginning) -> StepCompleted:
 
 
 def goes_on(begins: Beginning, run: int, started: EngineStarted | None) -> bool:
-    """Return whether a new run continues the previous run, `run`, from its beginning or from one of its checkpoints."""
+    """Return whether a new run continues the previous run, which has the number `run`. It does if it begins at a
+    checkpoint of the previous run, or at the checkpoint at which the previous run itself began."""
     before = None if started is None else started.begins
     return begins.run == run or (before is not None and before.checkpoint == begins.checkpoint)
 
 
 def where_begun(started: EngineStarted) -> str:
-    """Return a clause that says where a run began, or "" if there was no checkpoint at which it could begin."""
+    """Return a clause that says where a run began, or "" if no checkpoint was available to it."""
     begins = started.begins
     if begins is None:
         return f"at the model as loaded: {started.anew}" if started.anew else ""

@@ -37,7 +37,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """A measure of collection, and its target (0 if the method sets none).
+    """One measure of how much has been collected for a batch, with its target (0 if the method sets none).
 
     `decides` marks the measure that the engine's method waits for.
     """
@@ -49,14 +49,15 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups of a batch, and the episodes without a signal that leave the pool together with it."""
+    """The groups that form a batch, and the episodes without a signal that leave the pool together with these
+    groups."""
 
     groups: tuple[BatchGroup, ...]
     no_signal: tuple[Completed, ...] = ()
 
 
 class BatchMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that distinguishes one collection method from the others, as pure functions.
+    """A collection method: everything that distinguishes it from the other methods, as pure functions.
 
     `completed_ns` and `most_batches` are called only in asynchronous runs, which refuse methods that rely on the
     clients' agreement.
@@ -276,8 +277,8 @@ def _most_of_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> in
 
 
 def _most_of_non_dummy_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> int:
-    """Return the most batches that can be formed without the full groups whose rewards are all equal, since no batch
-    takes such groups."""
+    """Return the largest number of batches that can be formed. Full groups whose rewards are all equal do not count,
+    since no batch takes such groups."""
     size = engine.collection.num_repeat
     groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
     pooled = Counter({group[0].task: len(group) for group in groups})
@@ -374,7 +375,7 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
 
 
 def enough(engine: EngineState, now_ns: int) -> bool:
-    """Return whether the pool holds what the engine's method requires. `fold/episodes.py` fills the pool."""
+    """Return whether the pool, which `fold/episodes.py` fills, holds what the engine's method requires."""
     rules = engine.collection
     return BATCH_METHODS[rules.method].enough(engine, rules, now_ns)
 
@@ -390,9 +391,9 @@ def completed_ns(engine: EngineState) -> int:
 def select(engine: EngineState) -> Selection:
     """Select exactly what the method requires; the rest stays in the pool for the next batch.
 
-    Call this only once `enough` has returned true; until then the pool only grows. Episodes or groups that were
-    complete first are selected first. In an asynchronous run, those with the oldest tokens come first, because they
-    would be too old for a later batch.
+    Call this only once `enough` has returned true; until then the pool only grows. The episodes or groups that were
+    completed first are selected first. In an asynchronous run, the ones with the oldest tokens are selected first,
+    because they would be too old for a later batch.
     """
     return BATCH_METHODS[engine.collection.method].select(engine)
 

@@ -36,7 +36,8 @@ def reward_number(value: object) -> float:
 
 
 def reward_forms_of(value: object) -> float | list[float] | dict[str, float] | None:
-    """Convert an episode's reward: one number, or one for each call, in order or by call id. Raises `ValueError`."""
+    """Convert an episode's reward: one number, or one for each call, in order or by call id. Raises `ValueError` if it
+    is neither."""
     match value:
         case None:
             return None

@@ -6,8 +6,8 @@ import msgspec
 
 
 class FailureKind(StrEnum):
-    """What made an episode fail. An episode that used up a budget may still end with a reward; an episode that failed
-    in any other way may not."""
+    """The kind of failure of an episode. An episode that used up a budget may still end with a reward; an episode that
+    failed in any other way may not."""
 
     MODEL = "model"
     TOOL = "tool"

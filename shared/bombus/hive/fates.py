@@ -6,7 +6,7 @@ import msgspec
 
 
 class Fate(StrEnum):
-    """What became of a sampled token. In a batch, tokens that a rule masks do not contribute to the loss."""
+    """The fate of a sampled token. In a batch, tokens that a rule masks do not contribute to the loss."""
 
     TRAINED = "trained"
     EVALUATION = "evaluation"
@@ -36,11 +36,12 @@ class Fate(StrEnum):
 
 
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step did with the sampled tokens of its batch.
+    """The fates of the sampled tokens in a step's batch.
 
-    `episodes` says how many of each episode's tokens had each of the `fates`, and `weights` has the loss weight of each
-    of its trained tokens in the step's first epoch. `left_out` says why an episode was left out as a whole. `data` is
-    the digest of what was trained on: tokens, masks, the sampler's logprobs, advantages and weights.
+    `episodes` says, for each episode, how many of its tokens had each of the `fates`. `weights` gives, for each
+    episode, the loss weight that each of its trained tokens had in the step's first epoch. `left_out` says why an
+    episode was left out as a whole. `data` is the digest of what was trained on: tokens, masks, the sampler's logprobs,
+    advantages and weights.
     """
 
     fates: tuple[Fate, ...] = ()

@@ -25,8 +25,8 @@ def replica_key(secret: bytes) -> str:
 
 
 class CallShape(msgspec.Struct, frozen=True, array_like=True):
-    """A tool call as the model writes it: `head`, with the tool's name, and then arguments as JSON that matches
-    `schema`."""
+    """A tool call as the model writes it: first `head`, which contains the tool's name, and then arguments as JSON that
+    matches `schema`."""
 
     head: str
     schema: str
@@ -86,7 +86,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens", tag_field="kind"):
     """Tokens of one choice, all sampled under one policy version.
 
-    `top` is set if alternatives were requested: for each token, the most likely ones as [(id, logprob), ...].
+    If alternatives were requested, `top` contains the most likely ones for each token, as [(id, logprob), ...].
     """
 
     choice: int = 0
@@ -116,7 +116,7 @@ class PromptScores(
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="finished", tag_field="kind"):
-    """A choice is complete. `reason` is `stop` (at a stop token, the last one reported) or `length`.
+    """A choice is complete. `reason` is `stop` if the last token reported is a stop token, and otherwise `length`.
 
     An answer that ended for any other reason has no `Finished`.
     """

@@ -1,4 +1,4 @@
-"""Which replicas a run waits for until they serve its newest weights, and for how long (R15)."""
+"""The replicas that a run waits for until they serve its newest weights, and how long it waits for them (R15)."""
 
 from bombus.hive.state import EngineState, Replica
 
@@ -24,6 +24,7 @@ def all_loaded(engine: EngineState) -> bool:
 
 
 def loading_since_ns(engine: EngineState, replica: Replica) -> int:
-    """Return the time from which a replica could have loaded the newest weights. The replica has `sync_s` from then."""
+    """Return the time from which a replica could have loaded the newest weights. From then on, the replica has `sync_s`
+    to load them."""
     ready_ns = 0 if engine.weights is None else engine.weights.at_ns
     return max(ready_ns, engine.phase_since_ns, replica.joined_ns)

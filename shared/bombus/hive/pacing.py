@@ -21,7 +21,8 @@ from bombus.hive.trajectories.queue import OTHERS
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """The batches that come before an episode claimed now, and why the claim must wait ("" if it need not)."""
+    """The number of batches that come before an episode that is claimed now, and why the claim must wait ("" if it need
+    not)."""
 
     unfinished: int  # sealed batches whose weights replicas do not serve yet, or which an outside trainer does not have
     sealable: int  # the most batches that the pool, open episodes and queued rollout groups can still form
@@ -59,8 +60,8 @@ def oldest_usable(engine: EngineState) -> int:
 def last_chances(engine: EngineState) -> list[Episode]:
     """Return the open episodes that can be in the next batch but not in a later one: a complete batch waits for them.
 
-    If no call of an episode has been recorded, the episode counts with the version at its claim, because a call of that
-    age may be in flight.
+    An episode without a recorded call is treated as having tokens of the version at its claim, because a call of that
+    version may be in flight.
     """
     last = oldest_usable(engine)
     return [
@@ -73,7 +74,7 @@ def last_chances(engine: EngineState) -> list[Episode]:
 
 
 def held_since_ns(engine: EngineState) -> int:
-    """Return the time since which a complete batch has been waiting for its `last_chances`. It waits for at most
+    """Return the time since which a complete batch has been waiting for its `last_chances`. The batch waits for at most
     `drain_s`."""
     return max(completed_ns(engine), 0 if engine.weights is None else engine.weights.at_ns)
 
@@ -178,7 +179,8 @@ def _sequences_played(engine: EngineState, more: int = 0, task_hint: str = "") -
 
 
 def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
-    """Return the most complete batches that the pool, the open training episodes and `more` episodes can form.
+    """Return the largest number of complete batches that the pool, the open training episodes and `more` episodes can
+    form.
 
     An open episode counts for the task named in its claim or, if there is none, for the task where it helps most.
     Episodes that can never be used do not count: those with a token that is too old and, if the method requires a
@@ -195,7 +197,7 @@ def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int
 
 
 def _usable(engine: EngineState) -> Counter[str]:
-    """Count the open training episodes that are not too old, by the task that each one's claim named."""
+    """Count the open training episodes that are not too old, by the task named in the claim."""
     usable, bound = Counter(engine.open_tasks), oldest_usable(engine)
     for oldest, tasks in engine.open_aged.items():
         if oldest < bound:

@@ -1,4 +1,4 @@
-"""How long coordinators have led the hive. Deadlines count only this time (R5)."""
+"""The total time for which coordinators have led the hive. Deadlines count only this time (R5)."""
 
 from bisect import bisect_right
 from collections.abc import Sequence

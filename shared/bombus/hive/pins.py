@@ -15,7 +15,7 @@ from bombus.hive.shares import has_share_of_stream
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):
-    """The claim of an episode, at which its holder had stored `bytes` bytes of calls.
+    """The claim of an episode, with the number of `bytes` of calls that the episode's holder had stored by then.
 
     All calls of the episode are at or after the sequence number `calls_from` in the stream.
     """
@@ -25,8 +25,8 @@ class Pin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldCalls(msgspec.Struct):
-    """One holder's calls on an engine. `pins` has the episodes that still need their calls, in the order of their
-    claims."""
+    """One holder's calls on an engine. `pins` contains a pin for each episode that still needs its calls, in the order
+    of the episodes' claims."""
 
     bytes: int = 0  # total size of all noted calls, including late ones
     pinned: int = 0  # the bytes that cannot be purged

@@ -20,8 +20,8 @@ BODY_PARTS_MAX = 1024
 
 
 def digest(body: bytes) -> bytes:
-    """Return the 16-byte blake2b digest that a reference contains in order to check the bytes found at its place
-    (R6)."""
+    """Return the 16-byte blake2b digest of a body. A reference contains the digest, so that the bytes found at its
+    place can be checked (R6)."""
     return hasher(body).digest()
 
 
@@ -57,7 +57,7 @@ class CallRef(msgspec.Struct, frozen=True, array_like=True):
 class BodyRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The location of a body in the `ops` stream: the sequence numbers of its parts, its size and its digest (R6).
 
-    `seqs` is in the order of the parts, which is not always ascending.
+    `seqs` lists the sequence numbers in the order of the parts, which is not always ascending.
     """
 
     seqs: tuple[int, ...]
@@ -129,7 +129,7 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion. `tokens` (int32) and `logprobs` (float32) have one entry for each token.
 
     If `finish` is `length`, `limit` is the `LengthLimit` that ended the completion. `reasoning_tokens` counts the
-    tokens of the model's reasoning. Records from earlier versions have neither of these fields.
+    tokens of the model's reasoning. Records from earlier versions have neither `limit` nor `reasoning_tokens`.
     """
 
     tokens: bytes
@@ -141,8 +141,8 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_tokens: int = 0
 
     def was_cut(self, tokens_max: int) -> bool:
-        """Return whether a limit other than the request's own cut off the choice. If `limit` is unknown, return whether
-        the choice has `tokens_max` tokens."""
+        """Return whether the choice was cut off by a limit other than the one in its request. If `limit` is unknown,
+        return whether the choice has `tokens_max` tokens."""
         if self.finish != FinishReason.LENGTH:
             return False
         if self.limit:
@@ -164,7 +164,8 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_field="kind", omit_defaults=True):
     """One model call of an episode, as stored in the `calls` stream.
 
-    With the setting `record_samples`, a record can also contain a training client's samples. Its `episode` is then "".
+    With the setting `record_samples`, a record can also contain a training client's samples. The record's `episode` is
+    then "".
 
     The prompt is the parent call's prompt, followed by the tokens of the parent's choice `parent_choice`, followed by
     `prompt_tail`; without a parent it is `prompt_tail` alone. An episode of n turns therefore stores O(n) tokens.
@@ -207,7 +208,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
         """Return whether a choice was cut off at a limit of its job, its model or its replica.
 
         A choice that ended at a smaller `max_tokens` in its request is as long as intended. Records from earlier
-        versions do not say which limit applied: for those, the job's limits decide, both the one on a turn and the one
+        versions do not say which limit applied. For such records, the result depends on the job's limits on a turn, and
         on prompt and completion together.
         """
         tokens_max = min(turn_tokens_max, model_len_max - self.prompt_tokens)

@@ -1,4 +1,5 @@
-"""Whether the rewards in a group give a training signal: the one definition that collection, filters and losses use."""
+"""Determines whether the rewards in a group give a training signal. Collection, filters and losses all use this one
+definition."""
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
@@ -7,7 +8,8 @@ SPREAD_MIN = 1e-6  # rewards that differ by less count as equal
 
 
 def differ(rewards: Iterable[float]) -> bool:
-    """Return whether any two of these rewards differ, and so give advantages. Returns False for a single reward.
+    """Return whether any two of these rewards differ, in which case they lead to nonzero advantages. Returns False for
+    a single reward.
 
     A reward that is not finite differs from all others, so that it shows in the advantages instead of being left out.
     """

@@ -23,7 +23,8 @@ class MetricSum(msgspec.Struct, array_like=True):
 
 
 class RolloutFigures(msgspec.Struct):
-    """Sums of the figures that episodes report until a batch is sealed. `step` is the batch's step, or 0 until then."""
+    """Sums of the figures that episodes report until a batch is sealed. `step` is the step of that batch, or 0 if the
+    batch has not been sealed yet."""
 
     step: int = 0
     rewards: MetricSum = msgspec.field(default_factory=MetricSum)
@@ -42,6 +43,6 @@ class RolloutFigures(msgspec.Struct):
 
 
 def silent_after(before: int, groups: int, metrics: dict[str, float]) -> int:
-    """Return how many steps in a row, up to and including one more step with `groups` groups, had no group with a
-    signal."""
+    """Return how many steps in a row had no group with a signal. `before` is that number before the newest step, which
+    had this many `groups` and these `metrics`."""
     return before + 1 if 0 < groups <= metrics.get(SILENT, 0.0) else 0

@@ -23,7 +23,7 @@ def share_name(owner: str, admin: bool) -> str:
 
 
 def has_share(held: Mapping[str, int], holder: str, limit: int, more: int = 1) -> bool:
-    """Return whether a holder may take `more` of a resource of which all holders together may have `limit`.
+    """Return whether a holder may take `more` of a resource, given a `limit` on what all holders together may have.
 
     Any holder may take what is free. Once nothing is free, each holder may still have its share: the limit divided by
     the number of holders that have any of the resource. So no holder is locked out, but the total may exceed the limit
@@ -50,7 +50,7 @@ def surplus(kept: Mapping[K, V], limit: int, holder_of: Callable[[V], str]) -> l
     """Return the keys of the entries to drop: the oldest entries of the holders that have the most, as in
     `trim_fairly`.
 
-    There are none until `limit` is exceeded by more than an eighth.
+    Nothing is dropped until `limit` is exceeded by more than an eighth.
     """
     if len(kept) <= limit + limit // 8:
         return []

@@ -120,7 +120,7 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True):
-    """How an episode was closed: the digest of its outcome, or the reason why it was aborted.
+    """An episode that was closed: the digest of its outcome, or the reason why it was aborted.
 
     `holder` is the holder whose share its calls count toward.
     """
@@ -167,8 +167,8 @@ class RewardStats(msgspec.Struct):
 class EvalFigures(RewardStats):
     """Figures for evaluation episodes whose tokens were all sampled by one policy version.
 
-    `mixed` counts episodes that were claimed at that version but have tokens of several versions. No mean includes both
-    kinds of episodes.
+    `mixed` counts episodes that were claimed at that version but have tokens of several versions. The means are
+    computed separately for the two kinds of episodes.
     """
 
     mixed: RewardStats = msgspec.field(default_factory=RewardStats)
@@ -329,7 +329,8 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def steps_needed(self) -> int:
-        """Return how many of the newest sealed steps must be kept because they may have to be made or repeated."""
+        """Return how many of the newest sealed steps must be kept because the trainer may still have to execute or
+        repeat them."""
         return max(STEPS_NEEDED, lacking(self.steps))
 
     @property
@@ -432,7 +433,8 @@ class Hive(msgspec.Struct, kw_only=True):
 
     @property
     def refusing(self) -> str:
-        """Return why no new work is accepted, or "" if it is. Rollout groups have a separate stream."""
+        """Return why no new work is accepted, or "" if it is. Rollout groups are not included, because they have a
+        separate stream."""
         return " ".join(filled.why for what, filled in self.full.items() if what != ROLLOUT_GROUPS)
 
     @property
@@ -466,7 +468,7 @@ class Hive(msgspec.Struct, kw_only=True):
         return queues.why_no_share(self.queued_groups(), holder, size, more)
 
     def queued_groups(self) -> Counter[str]:
-        """Return how many bytes of the stream `trajectories` the queued groups of each holder take."""
+        """Return how many bytes of the stream `trajectories` are taken up by each holder's queued groups."""
         found: Counter[str] = Counter()
         for engine in self.engines.values():
             found.update({name: each.bytes for name, each in engine.trajectories.queue.holders.items()})

@@ -30,7 +30,7 @@ class SealedStep(msgspec.Struct, kw_only=True):
 
 
 def complete(steps: list[SealedStep], done: StepCompleted) -> None:
-    """Record the outcome of a step, and drop the steps before the one that left the older of the two newest
+    """Record the outcome of a step, and drop the steps before the one that saved the older of the two newest
     checkpoints."""
     for step in steps:
         if step.batch.step == done.step:
@@ -45,7 +45,8 @@ def episodes_of(steps: Iterable[SealedStep]) -> Iterator[str]:
 
 
 def up_to(steps: list[SealedStep], checkpoint: str) -> list[SealedStep]:
-    """Return the steps up to the one that left this checkpoint, so that a new run that begins there can repeat them.
+    """Return the steps up to the one that saved this checkpoint, so that a new run that starts from the checkpoint can
+    repeat them.
 
     Returns no steps if there is no older checkpoint among them, or if any of them was never completed.
     """
@@ -59,12 +60,13 @@ def _left(step: SealedStep, checkpoint: str) -> bool:
 
 
 def lacking(steps: list[SealedStep]) -> int:
-    """Return how many of the newest steps come after the older of the two checkpoints, or after the model as loaded."""
+    """Return how many of the newest steps come after the older of the two checkpoints or, until there are two, after
+    the model as loaded."""
     return len(steps) - (sum(step.saved for step in steps) > 1)
 
 
 def checkpoints(steps: list[SealedStep]) -> list[StepCompleted]:
-    """Return the steps that left the newest checkpoints, newest first. There are at most two."""
+    """Return the steps that saved the newest checkpoints, newest first. There are at most two."""
     return [step.done for step in reversed(steps) if step.done is not None and step.saved]
 
 
@@ -83,7 +85,7 @@ def steps_after(steps: list[SealedStep], checkpoint: int, newest: int) -> list[S
 
 
 def idle_limit_s(steps: list[SealedStep]) -> float:
-    """Return the idle limit, in seconds, of an episode whose client gives none.
+    """Return the idle limit, in seconds, for an episode whose client does not set one.
 
     The limit is twice the longest of the kept steps, because an agent may be waiting for a service that a step blocks,
     such as a judge that shares the trainer's GPUs. Before the first step, or if steps are short, the swarm contract's

@@ -49,7 +49,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def check(what: str, good: bool, detail: str, todo: str = "", needed: bool = True) -> Finding:
-    """Return a finding: ok if `good`, otherwise missing if `needed`, and optional if not."""
+    """Return a finding. It is `ok` if the check was `good`; otherwise it is `missing` or, unless `needed`,
+    `optional`."""
     bad = State.MISSING if needed else State.OPTIONAL
     return Finding(what, State.OK if good else bad, detail, "" if good else todo)
 

@@ -30,7 +30,8 @@ KV_CACHE_MB_DEFAULT = 2048
 
 
 def examine_deployment(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
-    """Check what each engine needs. Memory counts weights, gradients, moments and caches, but not activations."""
+    """Check what each engine needs. The memory needed includes weights, gradients, moments and caches, but not
+    activations."""
     needs: list[Need] = []
     for name, engine in cluster.engines.items():
         yield from _devices_and_servers(name, engine)

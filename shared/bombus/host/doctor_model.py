@@ -107,7 +107,8 @@ def _architecture(what: str, config: "PretrainedConfig", miniatures: ModuleType)
 
 
 def _untried(what: str, config: "PretrainedConfig", untried: EngineFault, miniatures: ModuleType) -> Finding:
-    """Return a missing finding if transformers cannot make the full-size model either, otherwise an optional one."""
+    """Return a finding for a model that was not tried. It is `missing` if transformers cannot make the full-size model
+    either, and otherwise `optional`."""
     try:
         miniatures.empty_model(config)
     except EngineFault as fault:

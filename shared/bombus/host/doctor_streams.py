@@ -47,8 +47,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 def examine_streams(cluster: Cluster) -> Iterator[Finding]:
-    """Check the NATS servers that the hive uses or that run here, its replicas, and its streams. If the hive has no
-    streams yet, check the planned ones."""
+    """Check the NATS servers that the hive uses or that run here, and the hive's replicas and streams. If the hive has
+    no streams yet, check the planned ones."""
     url_file = Path(cluster.data_dir) / URL_FILE.name
     urls = cluster.nats or (url_file.read_text().strip() if url_file.is_file() else "")
     if not urls:
@@ -86,7 +86,8 @@ def examine_streams(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _replicas(hive: Hive | None) -> Iterator[Finding]:
-    """Yield how far each replica's logprobs of the canary are from the trainer's, and which are quarantined."""
+    """Yield how far each replica's logprobs of the canary are from the trainer's, and which replicas are
+    quarantined."""
     if hive is None:
         yield check("replicas", False, "not checked: the log could not be read in time", "try again", needed=False)
         return

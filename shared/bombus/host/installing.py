@@ -37,7 +37,7 @@ PrintLine = Callable[[str], None]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How an environment is made: the arguments of each pip call, then an import that must succeed."""
+    """The instructions for making an environment: the arguments of each pip call, then an import that must succeed."""
 
     name: str
     pip: tuple[tuple[str, ...], ...]
@@ -85,7 +85,7 @@ def _verl_steps() -> tuple[tuple[str, ...], ...]:
 
 
 def own_source(extra: str) -> tuple[str, ...]:
-    """Return pip's arguments to install another copy of the running bombus, with an extra."""
+    """Return the arguments with which pip installs another copy of the running bombus, including an extra."""
     installed = importlib.metadata.distribution("bombus")
     wanted = f"bombus[{extra}]"
     try:

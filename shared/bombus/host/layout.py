@@ -54,7 +54,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What `bombus up` was asked to start: a cluster, and the settings that apply to this start only."""
+    """The deployment that `bombus up` was asked to start: a cluster, and the settings that apply to this start only."""
 
     cluster: Cluster = ONE_ENGINE
     jobs: Jobs = {}
@@ -73,8 +73,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class Service(msgspec.Struct, frozen=True):
     """A process to keep running. `kind` is its subcommand, and `name` its name in the log.
 
-    `environment` contains all of the process's variables; `gpus` are those that select the GPUs it sees. The process is
-    killed after it has been silent for `silence_s` seconds, or never if that is 0.
+    `environment` contains all of the process's variables; `gpus` contains only those that select the GPUs for the
+    process. The process is killed after it has been silent for `silence_s` seconds, or never if that is 0.
     """
 
     kind: str
@@ -165,10 +165,10 @@ def services(layout: Layout, nats: str) -> list[Service]:
 
 
 def _environment(layout: Layout) -> dict[str, str]:
-    """Return the variables for every process. API keys are left out, since each key is only for the replica that uses
-    it.
+    """Return the variables for every process.
 
-    The variables of our own watchdog are left out too.
+    API keys are left out, because each key is only for the replica that uses it. The variables of our own watchdog are
+    left out too.
     """
     replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
     kept_back = {*KEY_VARIABLES, *watchdog.VARIABLES, *(part.api_key_env for part in replicas)}

@@ -1,7 +1,7 @@
 """`bombus up`: a nats-server and all services of a hive under one supervisor.
 
-A service that dies is restarted after a pause, which doubles as long as the service keeps dying. Services are stopped
-from the gateways inwards, so that work in progress still reaches the log. No process outlives the supervisor.
+A service that dies is restarted after a pause, which doubles as long as the service keeps dying. The gateways are
+stopped first and the bus last, so that work in progress still reaches the log. No process outlives the supervisor.
 """
 
 import asyncio
@@ -267,7 +267,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path) -> Iterator[IO[str]]:
-    """Keep other supervisors out of a data folder, and yield the file that tells them the URL for clients.
+    """Keep other supervisors out of a data folder. Yields a file that tells the other supervisors the URL for clients.
 
     Raises `Refused` if another supervisor uses the folder, or if nothing can be written to it.
     """

@@ -6,7 +6,8 @@ from functools import cache
 
 @cache
 def certificates(trusts_environment: bool) -> ssl.SSLContext:
-    """Return the TLS context for a client, with httpx's root certificates or those that a trusted environment names.
+    """Return the TLS context for a client. It has httpx's root certificates or, if the environment is trusted, any
+    others that the environment names.
 
     The context is shared because reading all root certificates takes 25 to 60 ms for each client.
     """

@@ -1,4 +1,5 @@
-"""Finds the environments that `bombus install` makes. vLLM and verl exclude each other, so each has its own."""
+"""Finds the environments that `bombus install` makes. vLLM and verl cannot be installed together, so each has its
+own."""
 
 import os
 from pathlib import Path

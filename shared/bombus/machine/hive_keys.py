@@ -50,7 +50,8 @@ _NAMED_KEYS = TypeAdapter(dict[str, NamedKey])
 
 @dataclass(frozen=True)
 class HiveKeys:
-    """The keys of a hive. An empty key is not set. Raises `Refused(BAD_CONFIG)` for a key that cannot be used.
+    """The keys of a hive. An empty string means that a key is not set. Raises `Refused(BAD_CONFIG)` for a key that
+    cannot be used.
 
     `clients` maps names to client keys; the key `client` has no name.
     """
@@ -100,7 +101,8 @@ class HiveKeys:
 
 
 def add_key_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for keys. They name files, because every process on the machine can read a command line."""
+    """Add the options for keys. Each option takes a file name instead of a key, because every process on the machine
+    can read a command line."""
     parser.add_argument(
         "--admin-key-file",
         type=Path,

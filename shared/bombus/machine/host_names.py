@@ -1,8 +1,8 @@
 """Refuses requests whose `Host` is not a name of this server.
 
-A route without a key trusts the machine or the network. A browser there also runs untrusted pages, and an attacker can
-point a domain at this server (DNS rebinding): the browser then treats this server as the attacker's, and lets the page
-read its answers. `Host` shows the attacker's domain.
+A route without a key trusts the machine or the network. However, a browser on that machine or network also runs
+untrusted pages, and an attacker can point a domain at this server (DNS rebinding): the browser then treats this server
+as the attacker's, and lets the page read its answers. In such a request, `Host` is the attacker's domain.
 """
 
 import ipaddress

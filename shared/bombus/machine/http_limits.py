@@ -28,9 +28,8 @@ HUNG_UP = "bombus.hung_up"
 class HttpLimits:
     """The limits of one server.
 
-    `head_bytes` limits the URL and the headers together. If the body has chunk sizes and trailers, these may add as
-    many bytes as the body has content. A client has `head_s` seconds for the head, and then `body_s` seconds for the
-    body.
+    `head_bytes` limits the URL and the headers together. In a chunked body, the chunk sizes and trailers may take up as
+    many bytes as the content. A client has `head_s` seconds for the head, and then `body_s` seconds for the body.
     """
 
     head_bytes: int = 64 << 10
@@ -43,7 +42,8 @@ DEFAULTS = HttpLimits()
 
 
 class Awaited(Enum):
-    """What a connection waits for its client to send. If it waits for nothing, it may be open for another request."""
+    """What a connection is waiting for its client to send. `NOTHING` includes a connection that is idle but may be used
+    for another request."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -52,7 +52,7 @@ class Awaited(Enum):
 
 
 class Patience:
-    """The connections of one server that wait for their clients, and how long each may wait.
+    """Keeps track of the connections of one server that wait for their clients, and of how long each may wait.
 
     Time is counted in ticks of `run`, so that clients lose no time while this process is stopped.
     """

@@ -102,8 +102,8 @@ async def http_server(
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve an ASGI app on a bound socket while the block runs, then give open requests `drain_s` seconds to finish.
 
-    The block begins once clients can connect, so that it can tell others the address. It gets the task that serves,
-    which ends early only if the server breaks.
+    The block begins only once clients can connect, so it may tell others the address immediately. It gets the task that
+    runs the server, which ends early only if the server breaks.
 
     If `cut_off` is given, it is called after `drain_s` seconds, and requests that are still open have another
     `CUT_OFF_S` seconds to end. The limit on connections is lowered to what the process's limit on open files allows.

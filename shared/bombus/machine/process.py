@@ -61,7 +61,8 @@ def kill(process: asyncio.subprocess.Process) -> None:
 
 
 def is_heeded(number: signal.Signals) -> bool:
-    """Return whether a signal is not ignored. `nohup` makes a process ignore SIGHUP, and that must stay so."""
+    """Return whether a signal is not ignored. `nohup` makes a process ignore SIGHUP, and the process must keep ignoring
+    it."""
     return signal.getsignal(number) != signal.SIG_IGN
 
 
@@ -90,8 +91,8 @@ def run_service(service: Coroutine[Any, Any, None]) -> int:
 
 
 def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
-    """End the process here if threads that we did not start hang, such as those of `asyncio.to_thread`, because Python
-    would join them."""
+    """End the process here if threads that we did not start hang, such as those of `asyncio.to_thread`. Otherwise
+    Python would wait for these threads at exit."""
     begun = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
     until = time.monotonic() + THREADS_S
     for thread in begun:

@@ -41,7 +41,8 @@ async def keep_alive() -> None:
 
 
 class Watchdog:
-    """Listens to one process. Only time in which our own event loop ran counts, since we may have been stopped too."""
+    """Monitors one process. Only time in which our own event loop ran counts, since this process may have been stopped
+    too."""
 
     def __init__(self, listener: socket.socket, limit_s: float, start_s: float) -> None:
         self.limit_s = limit_s

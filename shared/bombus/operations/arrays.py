@@ -44,10 +44,9 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, dtype: DType, values: Iterable[float], shape: tuple[int, ...] | None = None) -> "Array":
-        """Make an array from numbers. It is one-dimensional unless a `shape` is given.
+        """Make an array from numbers. The array is one-dimensional unless a `shape` is given.
 
-        Raises `ValueError` if a number does not fit the type, or if there are too many or too few numbers for the
-        shape.
+        Raises `ValueError` if a number does not fit the type, or if the shape needs more or fewer numbers.
         """
         try:
             packed = array(dtype.code, values)

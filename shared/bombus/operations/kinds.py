@@ -15,7 +15,8 @@ from bombus.operations.arrays import Array
 
 
 class Reduction(StrEnum):
-    """What the sum of all tokens' gradients is divided by at a step: 1, or the number of tokens that counted."""
+    """The number by which the sum of all tokens' gradients is divided at a step: 1, or the number of tokens that
+    counted in the loss."""
 
     SUM = "sum"
     TOKEN_MEAN = "token_mean"
@@ -132,8 +133,8 @@ class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag="optim_step", tag
 
 
 class AbortEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="abort_epoch", tag_field="kind"):
-    """Clear the gradient accumulated since the last step, and the failure of any operation that would have added to
-    it."""
+    """Clear the gradient accumulated since the last step. This also clears the failure of any operation that would have
+    added to the gradient."""
 
 
 class SaveWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="save_weights", tag_field="kind"):
@@ -171,7 +172,7 @@ class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
     """The operation failed for the reason in `error`, and changed nothing.
 
-    If the operation should have added to a gradient, that gradient is now incomplete.
+    If the operation was supposed to add to a gradient, that gradient is now incomplete.
     """
 
     error: str
@@ -181,8 +182,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field=
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="rejected", tag_field="kind"):
     """Fail with `failure` when the operation's turn comes, because the gateway refused the client's request.
 
-    `counts` says that the operation would have added to the gradient. The gradient is then incomplete, so the next step
-    fails.
+    `counts` says that the operation would have added to the gradient. In that case the gradient is incomplete, so the
+    next step fails.
     """
 
     failure: Failed

@@ -31,7 +31,7 @@ _length = struct.Struct("<I")
 
 
 class ArchiveHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header", omit_defaults=True):
-    """The first frame. `base` is a snapshot of the state before the first event. It is empty if the log is not
+    """The first frame. `base` is a snapshot of the state before the first event, or empty if the log is not
     compacted."""
 
     format: int
@@ -69,8 +69,8 @@ class PartFrame(msgspec.Struct, frozen=True, tag="part", array_like=True):
 
 
 class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
-    """What the file contains. `calls_gone` counts calls that were purged before the export or do not match their digest
-    (R6).
+    """The last frame, with counts of what the file contains. `calls_gone` counts calls that were purged before the
+    export or do not match their digest (R6).
 
     `groups` counts the log's rollout groups: the file has the sizes of all of them, but only the bodies that are still
     needed.

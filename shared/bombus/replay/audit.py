@@ -52,7 +52,7 @@ class _Episode:
     log.
 
     `version` is the policy version at its claim, and `oldest` the oldest one among the tokens that may be trained on.
-    `task` and `reward` are those of its last end.
+    `task` and `reward` are the ones with which the episode last ended.
     """
 
     __slots__ = ("auxiliary", "calls", "kind", "known", "oldest", "reward", "source", "task", "tokens", "version")
@@ -99,7 +99,7 @@ class _Step(NamedTuple):
 
 
 class _Model:
-    """A model's training operations: the waiting ones by number, the numbers of the completed ones, and how many
+    """A model's training operations: the waiting ones, keyed by number, the numbers of the completed ones, and how many
     gradients are waiting for an optimizer step."""
 
     __slots__ = ("accumulated", "completed", "waiting")
@@ -159,7 +159,7 @@ class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens the policy versions `oldest` to `newest` sampled, counting whole calls.
+    """The number of tokens that the policy versions `oldest` to `newest` sampled. Each call is counted as a whole.
 
     `weights` is the hash of the weights of `newest`, or of the adapter that sampled for a training client. It is "" if
     the hash is not in the log.
@@ -174,7 +174,7 @@ class VersionTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit found. `sampled` is the sum of `tokens`, unless there are differences."""
+    """The findings of an audit. `sampled` is the sum of `tokens`, unless there are differences."""
 
     sampled: int
     tokens: dict[str, int]  # keyed by fate
@@ -359,7 +359,7 @@ class Audit:
         self._check_batch(books.batch, event)
 
     def _check_batch(self, batch: _Step, event: ev.BatchReady) -> None:
-        """Compare the episodes of a batch with their ends, and with what the state will give to the trainer."""
+        """Compare the episodes of a batch with how they ended, and with what the trainer will get from the state."""
         engine = self.hive.engine(event.engine)
         bound = engine.collection.max_staleness
         for group in event.groups:
@@ -719,7 +719,8 @@ class Audit:
 
 
 def _is_even(given: StepTokens) -> bool:
-    """Return whether all episodes in the loss, or all their tokens, have the same weight, as in every aggregation."""
+    """Return whether all episodes in the loss have the same weight, or all of their tokens do. Every way of aggregating
+    the loss ensures one or the other."""
     in_loss = {Fate.TRAINED, Fate.MASKED_OFF_POLICY}
     shares: list[tuple[float, float]] = []  # of each episode: a token's weight, and that of all its tokens
     for name, weight in given.weights.items():

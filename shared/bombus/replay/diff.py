@@ -119,7 +119,8 @@ def as_text(found: list[Change]) -> list[str]:
 
 
 def _pair(path: tuple[str, ...], change: Change) -> tuple[str, str]:
-    """Return both values, without the beginning that two long texts have in common."""
+    """Return both values as short texts. If both are long texts that begin in the same way, that beginning is left
+    out."""
     before, after = change.before, change.after
     if path and path[-1].endswith("_ns") and isinstance(before, int) and isinstance(after, int):
         return clock(before) if before else "-", clock(after)

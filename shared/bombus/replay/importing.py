@@ -41,7 +41,8 @@ ImportProgress = Callable[[str, int, int], None]  # called with the activity, th
 
 
 async def import_log(source: FileSource, data: Path, limits: StreamLimits, progress: ImportProgress) -> upkeep.Verified:
-    """Create the hive of an exported log in a data folder that has no log, and verify it before it appears there.
+    """Create the hive of an exported log in a data folder that has no log. The hive appears there only after it was
+    verified.
 
     Raises `BadUsage` if the folder has a log, `LogCorrupted` if the file is damaged or lacks data that the hive still
     needs, `NewerEvent` if a newer release wrote the file, `BusUnavailable` or `OSError`.
@@ -192,7 +193,8 @@ class _Writer:
 async def _writing(
     bus: Bus, stream: str, skipped: str, end: int, progress: ReadProgress
 ) -> AsyncIterator["_StreamWriter"]:
-    """Yield a writer for an empty stream. Afterwards the stream continues at `end + 1`, or later if more is written."""
+    """Yield a writer for an empty stream. Afterwards the stream continues at `end + 1`, or at a later number if
+    messages beyond `end` were written."""
     writer = _StreamWriter(bus, stream, skipped, lambda position: progress(position, end))
     try:
         yield writer
@@ -236,7 +238,7 @@ class _StreamWriter:
                 await self.flush()
 
     async def flush(self) -> None:
-        """Wait until all messages are stored, then remove those on the subject `skipped`."""
+        """Wait until all messages are stored, then remove the messages on the subject `skipped`."""
         while self._sent:
             await self._sent.popleft()
         await self._bus.purge_below(self._stream, self._next, self._skipped)

@@ -1,4 +1,4 @@
-"""`bombus replay lineage`: from a version of the weights back to its batches and to the episodes in them."""
+"""`bombus replay lineage`: traces a version of the weights back to its batches and to the episodes in them."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,8 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class Lineage(msgspec.Struct, kw_only=True):
-    """The ancestry of a version: `steps` lead to it, newest last, and `model` names version 0."""
+    """The ancestry of a version: the `steps` that led to it, newest last, and the name of the `model` that is version
+    0."""
 
     engine: str
     run: int

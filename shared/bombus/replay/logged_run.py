@@ -22,12 +22,12 @@ class LoggedStep(msgspec.Struct):
 
 
 class LoggedRun(msgspec.Struct, kw_only=True):
-    """A run.
+    """A run as its log records it.
 
     `checkpoints` includes the checkpoint at which the run began and, on a compacted log, the last one before the first
     remaining batch. `begun` is a clause that says where the run began, or "" if it did not begin at a checkpoint, and
-    `first` is the run's step there. `started_ns` is 0 for a run that started before a compacted log's first event. A
-    run that `serves` training operations has no batches, and no versions after the first.
+    `first` is the step at which it began. `started_ns` is 0 for a run that started before a compacted log's first
+    event. A run that `serves` training operations has no batches, and no versions after the first.
     """
 
     engine: str

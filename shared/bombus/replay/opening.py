@@ -75,8 +75,8 @@ async def _on_bus(url: str, hive: str, title: str, running: bool = True) -> Asyn
 
 @asynccontextmanager
 async def _on_folder(data: Path, hive: str | None) -> AsyncIterator[BusSource]:
-    """Use the bus of the hive that runs on the folder or, if none does, start a server on its files while they are
-    read."""
+    """Use the bus of the hive that runs on the folder. If no hive does, start a server on the folder's files while they
+    are read."""
     running = data / URL_FILE.name
     if running.is_file():
         url = running.read_text().strip()
@@ -124,7 +124,8 @@ def _served(folder: Path) -> Iterator[EmbeddedServer]:
 
 
 def _hive_in(data: Path, wanted: str | None) -> str:
-    """Return the name of the hive whose log is in a data folder. Raises `NotOnLog`."""
+    """Return the name of the hive whose log is in a data folder. Raises `NotOnLog` if the folder does not have the
+    wanted hive or, if no hive is named, does not have exactly one."""
     streams = (data / "nats" / "jetstream" / "jetstream").glob("*/streams/BOMBUS_*_events")
     names = sorted(stream.name.removeprefix("BOMBUS_").removesuffix("_events") for stream in streams)
     if wanted in names or (wanted is None and len(names) == 1):

@@ -1,4 +1,5 @@
-"""Services' functions that `bombus replay episode` uses. Services register them as entry points in pyproject.toml.
+"""The functions of services that `bombus replay episode` uses. Services register them as entry points in
+pyproject.toml.
 
 Each formula stays in its service, and `shared/` imports no module of a service. If a service is not installed, a view
 shows what it can and says what to install.
@@ -50,13 +51,13 @@ class CallAdvantages(Protocol):
 
 
 def token_texts() -> TokenTexts:
-    """Return the gateway's function. Raises `NotInstalled` if the gateway is missing."""
+    """Return the gateway's function that loads a tokenizer. Raises `NotInstalled` if the gateway is missing."""
     found: TokenTexts = registered("token_texts", extra="gateway")
     return found
 
 
 def call_advantages() -> CallAdvantages:
-    """Return the trainer's function. Raises `NotInstalled` if the trainer is missing."""
+    """Return the trainer's function that computes advantages. Raises `NotInstalled` if the trainer is missing."""
     found: CallAdvantages = registered("call_advantages", extra="trainer")
     return found
 

@@ -1,5 +1,5 @@
-"""Reads and writes a folder of archives, each continuing the previous one, with events that compactions removed from a
-log."""
+"""Reads and writes a folder of archives with the events that compactions removed from a log. Each archive continues the
+previous one."""
 
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence

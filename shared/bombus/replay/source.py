@@ -120,7 +120,8 @@ class Source(ABC):
         return 0
 
     async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
-        """Return the records of these calls in order, each checked against its digest. Raises `LogCorrupted`."""
+        """Return the records of these calls in order, each checked against its digest. Raises `LogCorrupted` if a call
+        is missing or damaged."""
         found: list[CallRecord] = []
         for start in range(0, len(refs), RECORDS_AT_ONCE):
             part = refs[start : start + RECORDS_AT_ONCE]

@@ -7,8 +7,8 @@ RUNS_NAMED = 6
 
 
 class EpisodesSeen:
-    """The numbers of the first and last episode of each run. Numbers are consecutive, so all numbers in between exist
-    too."""
+    """The episodes on a log, as the numbers of the first and last one in each run. All numbers in between exist too,
+    because they are consecutive."""
 
     def __init__(self, base: int = 0) -> None:
         self._compacted = f" (everything before event {base} was compacted)" if base else ""

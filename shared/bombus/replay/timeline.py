@@ -23,7 +23,8 @@ KINDS = tuple(sorted(map(kind_of, get_args(AnyEvent))))
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which events to show. An empty field selects all of them; times are nanoseconds on the server's clock."""
+    """The criteria that select the events to show. A field that is empty excludes nothing; times are nanoseconds on the
+    server's clock."""
 
     engine: str = ""
     episode: str = ""

@@ -96,7 +96,8 @@ async def _check_inbox(bus: Bus, newest: Stored | None) -> None:
 
 
 async def _read_bodies(bus: Bus, hive: Hive) -> int:
-    """Read the bodies and results of operations that may still be needed. Raises `LogCorrupted`."""
+    """Read the bodies and results of operations that may still be needed, and return how many there are. Raises
+    `LogCorrupted` if one is missing or damaged."""
     parts, count = Parts(bus), 0
     for engine in hive.engines.values():
         for model in engine.clients.models.values():
@@ -168,7 +169,8 @@ class _Wholes:
             self._owed.update((how, partner) for partner in episode.partners.values())
 
     def why_not(self) -> str:
-        """Return what the events since the last call lack, or "" if they lack nothing. Call it between decisions."""
+        """Return what is missing from the events added since this was last called, or "" if nothing is. Call this only
+        between decisions."""
         lacking = sorted(self._owed - self._done)
         self._done.clear()
         self._owed.clear()
@@ -187,7 +189,8 @@ class LogCheck:
         self._wholes = _Wholes()
 
     def take(self, stored: Stored) -> None:
-        """Fold the next event. Raises `LogCorrupted` if it is out of sequence, or if no leader can have written it."""
+        """Fold the next event. Raises `LogCorrupted` if it is out of sequence, or if no leader could have written
+        it."""
         if stored.seq != self.position + 1:
             raise LogCorrupted(f"event {self.position + 1} is missing: the next one is {stored.seq}")
         event = read_event(stored)
@@ -226,8 +229,8 @@ def _same(one: Hive, other: Hive) -> bool:
 
 
 async def load_snapshot(bus: Bus, position: int) -> Snapshot:
-    """Load a snapshot. Raises `LogCorrupted`, which names the position, or `BlobMissing` if the snapshot no longer
-    exists."""
+    """Load a snapshot. Raises `LogCorrupted`, with the snapshot's position, if the snapshot is damaged, or
+    `BlobMissing` if it no longer exists."""
     try:
         return await snapshots.load(bus, position)
     except BlobMissing:

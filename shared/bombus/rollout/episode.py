@@ -40,7 +40,7 @@ class Pointless(BombusError):
 
 
 class TakenBack(BombusError):
-    """The hive has ended the episode, for example because it was open for longer than a batch waits."""
+    """Raised if the hive has ended the episode, for example because it was open for longer than a batch waits."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,8 @@ class EpisodePlayer:
         return ended
 
     async def _used(self, one: _OpenEpisode) -> EpisodeUsage:
-        """Return the episode's total usage, asking several times if no calls are counted yet. Raises `TakenBack`."""
+        """Return the episode's total usage, asking several times if no calls are counted yet. Raises `TakenBack` if the
+        episode is no longer open."""
         used = EpisodeUsage()
         for _ in range(LOOKS_FOR_CALLS):
             found = await self._client.episode_usage(one.uuid)
@@ -304,8 +305,8 @@ def _judge_variables(one: _OpenEpisode, ended: EndedProgram) -> dict[str, str]:
 
 
 def _failure_of(error: InfraError | OSError) -> FailureKind:
-    """Return the kind of an episode's failure. An `OSError` comes from the episode's folders, such as when the disk is
-    full."""
+    """Return the kind of an episode's failure. An `OSError` comes from the episode's folders, for example because the
+    disk is full."""
     return FailureKind.SANDBOX if isinstance(error, OSError) else failure_of(error)
 
 

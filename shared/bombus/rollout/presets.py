@@ -1,4 +1,4 @@
-"""What each known harness needs to be pointed at a hive: variables, flags and files, as data.
+"""The data with which each known harness is pointed at a hive: variables, flags and files.
 
 The settings keep a conversation append-only (no compaction, no automatic memory), and stop the harness from contacting
 any host but the hive. Values and files may contain the fields `{base_url}`, `{api_key}`, `{workspace}` and `{home}`,
@@ -33,12 +33,12 @@ class ApiDialect(StrEnum):
 
 
 class HarnessPreset(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run a harness.
+    """The settings for running a harness.
 
-    `subcommand` is the word that runs the harness without a terminal. `flags` are for every run, and `unattended` for
-    runs without a user who could be asked for permission. `files` maps paths below `{home}` to contents. `unset` lists
-    variables of the harness's dialect that are withheld from it. `trims_prompts` says that the harness treats a prompt
-    such as `/clear` as a command even after a leading space.
+    `subcommand` is the word that runs the harness without a terminal. `flags` are for every run, and `unattended`
+    contains further flags for runs without a user who could be asked for permission. `files` maps paths below `{home}`
+    to contents. `unset` lists variables of the harness's dialect that are withheld from it. `trims_prompts` says that
+    the harness treats a prompt such as `/clear` as a command even after a leading space.
     """
 
     dialect: ApiDialect
@@ -255,8 +255,8 @@ PRESETS: dict[str, HarnessPreset] = {
 
 
 def preset_of(program: str, named: str = "") -> HarnessPreset | None:
-    """Return the preset `named`, by default the one for `program`, or None if there is none. Raises `Refused` for an
-    unknown name."""
+    """Return the preset with the name `named` or, if no name is given, the one for `program`. Returns None if there is
+    no such preset. Raises `Refused` for an unknown name."""
     if named and named != NO_PRESET and named not in PRESETS:
         raise Refused(Code.BAD_CONFIG, f"there is no preset {named!r}: use one of {', '.join(PRESETS)}, {NO_PRESET}")
     return PRESETS.get(named or PurePath(program).name)

@@ -79,7 +79,8 @@ class OutputFile:
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """A program to run. Its standard output goes to `output`; so does its standard error if `errors` is None."""
+    """A program to run. Its standard output goes to `output`, and its standard error to `errors` or, if that is None,
+    to `output` as well."""
 
     words: Sequence[str]
     folder: Path
@@ -92,7 +93,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndedProgram(msgspec.Struct, frozen=True):
-    """How a program ended. If a signal ended it, `exit_code` is minus the signal's number."""
+    """The outcome of running a program. If a signal ended the program, `exit_code` is minus the signal's number."""
 
     exit_code: int
     seconds: float
@@ -130,7 +131,7 @@ async def _started(program: Program) -> asyncio.subprocess.Process:
 
 
 async def _over(waited: "set[asyncio.Future[Any]]", deadline: float, program: Program) -> StopReason | None:
-    """Wait until one of `waited` is done or a limit is reached. Return None, or which limit it was."""
+    """Wait until one of `waited` is done or a limit is reached. Return the limit that was reached, or None."""
     while True:
         left = deadline - time.monotonic()
         done, _ = await asyncio.wait(waited, timeout=min(max(left, 0.0), LOOK_S), return_when=asyncio.FIRST_COMPLETED)

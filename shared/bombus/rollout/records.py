@@ -1,4 +1,5 @@
-"""Records the results of episodes: as objects, as lines in the folder of `--out`, and as the summary of a rollout."""
+"""Records the results of episodes: as objects, as lines in a file in the `--out` folder, and as the summary of a
+rollout."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ class PlayedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that was aborted, or that could not be claimed, in which case `episode` is "".
+    """An episode that was aborted or could not be claimed. If it could not be claimed, `episode` is "".
 
     `failure` is the kind of failure that the log records.
     """
@@ -78,7 +79,7 @@ def record_of(task: AgentTask, result: PlayedEpisode | LostEpisode) -> dict[str,
 
 
 class RecordFolder:
-    """The folder of `--out`: a line for each episode, and the output of its programs."""
+    """The `--out` folder, which contains a line for each episode, and the output of each episode's programs."""
 
     def __init__(self, path: Path) -> None:
         self._lines = private_folder(path) / RECORDS

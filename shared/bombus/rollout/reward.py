@@ -59,8 +59,9 @@ def reward_of(exit_code: int, output: str, raised: bool = False) -> float:
     """Return the reward: the last line of the output if it is a number, otherwise 1 for exit code 0 and 0 for any
     other.
 
-    Raises `InfraError` if the command did not judge: a signal ended it, it has `raised` (see `has_raised`), its program
-    could not start, one of its last two lines looks like a malformed reward, or the hive does not accept the number.
+    Raises `InfraError` if the command did not judge: a signal ended it, its program has `raised` an exception (see
+    `has_raised`) or could not start, one of the last two lines looks like a malformed reward, or the hive does not
+    accept the number.
     """
     check_signal(exit_code)
     lines = [line.strip() for line in _UNSEEN.sub("", output).splitlines() if line.strip()]
@@ -105,7 +106,8 @@ def check_signal(exit_code: int) -> None:
 
 
 def _check_intended(last_lines: Sequence[str]) -> None:
-    """Raise `InfraError` if one of the last two lines seems to be the intended reward, so the exit code cannot be."""
+    """Raise `InfraError` if one of the last two lines seems to be the intended reward, because the exit code then
+    cannot be the reward."""
     for where, line in zip(("last line", "last line but one"), reversed(last_lines), strict=False):
         if _NUMBER.fullmatch(line) or _NEARLY.fullmatch(line):
             raise InfraError(

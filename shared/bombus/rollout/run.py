@@ -35,7 +35,7 @@ class RolloutListener:
     def finished(self, task: AgentTask, result: PlayedEpisode | LostEpisode, tally: RolloutTally) -> None: ...
 
     def stepped(self, rewards: Sequence[float], tally: RolloutTally) -> None:
-        """Handle a step of the trainer. `rewards` are those since the trainer's previous step."""
+        """Handle a step of the trainer. `rewards` contains the rewards added since the trainer's previous step."""
 
 
 class RolloutRun:

@@ -25,7 +25,7 @@ SIGNALLED = 128  # a shell adds this to the number of the signal that ended a pr
 
 
 class HarnessSession(msgspec.Struct, frozen=True, kw_only=True):
-    """Which harness of `PRESETS` to start, and where. `arguments` come after the preset's flags."""
+    """The harness from `PRESETS` to start, and where to start it. `arguments` come after the preset's flags."""
 
     harness: str
     arguments: Sequence[str]

@@ -16,7 +16,8 @@ MISSED_LOOKS = 2  # checks without an episode before it counts as over: a gatewa
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How many calls an episode may make, and how many tokens these calls may sample. None means no limit."""
+    """An episode's limits: how many calls it may make, and how many tokens these calls may sample. None means no
+    limit."""
 
     turns_max: int | None = None
     tokens_max: int | None = None

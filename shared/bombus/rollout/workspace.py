@@ -121,7 +121,7 @@ def _leads_out(workspace: Path, start: Path, path: Path) -> bool:
 
 
 def _work_tree(git_folder: Path) -> Path:
-    """Return a repository's `core.worktree`, not resolved, or an empty path if it is not set."""
+    """Return a repository's `core.worktree` without resolving it, or an empty path if it is not set."""
     if shutil.which("git") is None:
         return Path()
     for name in ("config.worktree", "config"):
@@ -133,7 +133,8 @@ def _work_tree(git_folder: Path) -> Path:
 
 
 def _target(git: Path) -> Path:
-    """Return the path to which a `.git` link or file points, not resolved, or `.git` itself if it is a folder."""
+    """Return the path to which a `.git` link or file points, without resolving it, or `.git` itself if it is a
+    folder."""
     if git.is_symlink():
         return git.readlink()
     if git.is_file():

@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 
 class _LoopRuntime:
-    """Waits in the caller's event loop, and runs agents in tasks. Cancelled tasks stop without a check."""
+    """Waits in the caller's event loop, and runs agents in tasks. `check` does nothing, because a cancelled task stops
+    by itself."""
 
     def __init__(self, http: httpx.AsyncClient, sleep: Callable[[float], Awaitable[None]]) -> None:
         self._http = http

@@ -78,7 +78,7 @@ class ClaimedEpisodes:
     def finished(self, episode: str) -> bool:
         """Record that an agent is done, and return whether it was in time.
 
-        If the agent was in time, its episode may then wait for the rest of its group for as long as they take.
+        If the agent was in time, its episode may then wait for the rest of its group without a time limit.
         """
         if self.is_late(episode):
             return False
@@ -108,7 +108,8 @@ class ClaimedEpisodes:
             self._sampled |= {episode: True for episode in episodes if episode in self._sampled}
 
     def begin_taking(self, episodes: Sequence[str] | None) -> list[str]:
-        """Reserve and return those of these episodes (default: all that have ended) that no other call is taking."""
+        """Reserve these episodes (by default, all that have ended) for the caller, except those that another call is
+        taking. Return the reserved ones."""
         with self._lock:
             wanted = [episode for episode, ended in self._sampled.items() if ended] if episodes is None else episodes
             ours = [episode for episode in dict.fromkeys(wanted) if episode not in self._taking]

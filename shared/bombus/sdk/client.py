@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class _ThreadRuntime:
-    """Waits in the caller's thread, and runs agents in threads. None of its methods waits for an event loop."""
+    """Waits in the caller's thread, and runs agents in threads. Its coroutines never wait for an event loop."""
 
     def __init__(self, http: httpx.Client, claimed: ClaimedEpisodes, sleep: Callable[[float], None]) -> None:
         self._http = http

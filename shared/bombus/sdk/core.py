@@ -216,7 +216,8 @@ class ClientCore:
             log.warning("waiting for %s, up to %g s: %s", self.server_url, self._retry_s, todo)
 
     def _backoff(self, attempt: int, at_least_s: float) -> float:
-        """Return a pause that doubles each time, with up to 50% jitter, so that clients do not all retry at once."""
+        """Return a pause that doubles with each attempt, with up to 50% jitter, so that clients do not all retry at
+        once."""
         pause: float = min(BACKOFF_FIRST_S * 2 ** min(attempt, 20), BACKOFF_MAX_S)
         return max(pause, at_least_s) * (1 + self._jitter() / 2)
 
@@ -398,7 +399,8 @@ class ClientCore:
     # ---- ending -----------------------------------------------------------------------------------------------
 
     async def end_episode(self, task: Task, episode_uuid: str, workflow_output: WorkflowOutput) -> None:
-        """Report an episode's outcome. Repeating a report is harmless; a different one raises `OtherOutcome`."""
+        """Report an episode's outcome. Repeating the same report is harmless; a different report raises
+        `OtherOutcome`."""
         await self.end_episodes([(task, episode_uuid, workflow_output)])
 
     async def end_episodes(self, ends: Sequence[EpisodeReport]) -> None:
@@ -534,9 +536,9 @@ class ClientCore:
         return bool((await self._post("/can_continue_episode", {"episode_uuid": episode_uuid}))["can_continue"])
 
     async def replay_latest_llm_call(self, episode_uuid: str = "") -> dict[str, Any]:
-        """Return `{input, output}` of an episode's newest complete call.
+        """Return the newest complete call of an episode, as `{input, output}`.
 
-        With the admin key and no id, return those of the newest call of all episodes.
+        With the admin key and no id, return the newest call of any episode.
         """
         return await self._request("POST", "/replay_latest_llm_call", {"episode_uuid": episode_uuid})
 
@@ -560,7 +562,8 @@ class ClientCore:
         return PoolInformation.model_validate(await self._request("GET", path))
 
     async def sync_train_config(self, agent_jet_job: JobLike) -> None:
-        """Configure the engine, which must be OFFLINE, with a job. Raises `BadConfig` or `WrongPhase`.
+        """Configure the engine with a job. Raises `BadConfig` if the job is invalid, and `WrongPhase` unless the engine
+        is OFFLINE.
 
         Keys of the job that have no effect are logged.
         """
@@ -601,7 +604,8 @@ class ClientCore:
         self._suspended = why
 
     async def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> None:
-        """Wait until the engine is in this phase. Raises `EngineOffline` if the engine goes OFFLINE, or `TimeoutError`.
+        """Wait until the engine is in this phase. Raises `EngineOffline` if the engine goes OFFLINE first, and
+        `TimeoutError` if it takes longer than `timeout_s`.
 
         If the engine's run is suspended, each reason is logged once.
         """

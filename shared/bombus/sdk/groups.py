@@ -42,7 +42,8 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     """The episodes of a group, one per place, and their results. Threads may share it.
 
     Up to `replace_infra` episodes that were lost to infrastructure or taken back by the hive are replaced. `lost`
-    counts all lost episodes by error type, including those that were replaced. `claim(n, max_wait_s=)` claims `n` more.
+    counts all lost episodes by error type, including those that were replaced. `claim(n, max_wait_s=)` claims `n` more
+    episodes.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         return len(self._claimed)
 
     def begin(self, index: int) -> ClaimT:
-        """Return the newest episode in a place, whose agent begins now.
+        """Return the newest episode in a place. Its agent begins now.
 
-        The episode's time limit is extended by the time that it has waited.
+        The episode's time limit is extended by the time for which it has waited for its agent.
         """
         claimed = self._claimed[index]
         if (since := self._waiting.pop(index, None)) is not None:

@@ -73,8 +73,8 @@ def _end_at_exit() -> None:
 
 
 def end_each(heartbeats: Sequence[Heartbeat], within_s: float) -> None:
-    """End heartbeats one by one until the time is up, for example because a hive does not answer. The hives notice the
-    rest by their silence."""
+    """End heartbeats one by one until the time is up, which may happen if a hive does not answer. The hives of the
+    remaining heartbeats will notice the silence."""
     until = time.monotonic() + within_s
     for heartbeat in heartbeats:
         heartbeat.end()

@@ -172,8 +172,8 @@ def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
 
 
 def _left_out(base: RunConfig) -> list[str]:
-    """Return the keys without effect that are outside `ajet`. The job's own document contains only those inside
-    `ajet`."""
+    """Return the keys without effect that are outside `ajet`. They are missing from the job's own document, which
+    contains only the keys inside `ajet`."""
     return [key for key in base.ignored if not key.startswith("ajet.")]
 
 

@@ -84,7 +84,7 @@ class HiveCore(ClientCore):
     async def end_multi_model_episode(self, task: Task, episode: MultiModelEpisode, results: MultiModelResult) -> None:
         """Report the results of a multi-model episode: for each role an outcome, or just a reward.
 
-        Repeating a report is harmless; a different one raises `OtherOutcome`.
+        Repeating the same report is harmless; a different report raises `OtherOutcome`.
         """
         await self.end_multi_model_episodes([(task, episode, results)])
 

@@ -73,7 +73,7 @@ class _Reading:
         return {_name(key): kept[key] for key in given if key in kept}
 
     def _fields(self, place: str, given: object) -> Mapping[Any, Any]:
-        """Convert a value given instead of a mapping into one, or return an empty mapping."""
+        """Convert a value that is not a mapping into one. Return an empty mapping if that is impossible."""
         try:
             found = {} if given is None else self._plain(given, place, DEPTH_MAX)
         except _NotPlain as error:
@@ -85,7 +85,7 @@ class _Reading:
         return {}
 
     def _entry(self, group: str, key: object, value: object) -> tuple[Any] | None:
-        """Return an entry's value in JSON form in a 1-tuple, or None if there is no room and it was left out."""
+        """Return an entry's value in JSON form, wrapped in a 1-tuple, or None if the entry was left out."""
         found = self._maybe(value, f"{group}.{key}", DEPTH_MAX - 1)
         return found if found and self._has_room(f"{group}.{key}", {_name(key): found[0]}) else None
 

@@ -163,7 +163,8 @@ def _cancellations() -> tuple[asyncio.Task[Any], int]:
 
 
 def infra_of(error: Exception) -> Exception:
-    """Return the first error in a group if all are infrastructure failures, otherwise the error itself."""
+    """Return the first error in a group that contains only infrastructure failures. Return any other error
+    unchanged."""
     first: BaseException = error
     if isinstance(error, ExceptionGroup) and error.split(InfraError)[1] is None:
         while isinstance(first, BaseExceptionGroup):

@@ -213,7 +213,7 @@ class SlimeDriver:
         return report
 
     async def _collect(self, report: RolloutReport, everything: list[PlayedGroup]) -> list[PlayedGroup]:
-        """Return a batch of groups, with their episodes ended unless a filter has to see all groups first."""
+        """Return a batch of groups. Their episodes have been ended, unless a filter has to see all groups first."""
         size = self._options.rollout_batch_size
         kept: list[PlayedGroup] = []
         pending: set[asyncio.Task[PlayedGroup]] = set()
@@ -332,7 +332,7 @@ class SlimeDriver:
         return claimed
 
     async def _play(self, task: Task, prompt: SlimeSample, claimed: Credentials, mine: set[str]) -> PlayedSample:
-        """Play one sample. If it fails, play it again in a new episode before the group is lost."""
+        """Play one sample. If that fails, play it again in a new episode before giving up the group."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._attempt(copy.deepcopy(prompt), claimed)
@@ -479,8 +479,8 @@ def _cause(error: Exception) -> Exception:
 
 
 def _said(error: Exception) -> str:
-    """Return an error as text, with the place where it was raised unless it is a `BombusError`, which says what to
-    do."""
+    """Return an error as text, including the place where it was raised. A `BombusError` needs no place, because its
+    text says what to do."""
     return repr(error) if isinstance(error, BombusError) else f"{error!r} at {_place(error)}"
 
 

@@ -11,7 +11,7 @@ from bombus.slime.types import SlimeSample
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether a group is kept and, if it is dropped, the reason under which it is counted.
+    """A filter's verdict on a group: whether the group is kept and, if not, the reason under which it is counted.
 
     With `keep_when_insufficient`, the group is kept anyway if the batch would otherwise need another round of sampling.
     """
@@ -30,7 +30,7 @@ def as_filter_output(given: object) -> DynamicFilterOutput:
 
 
 def flattened(group: Sequence[Any]) -> list[Any]:
-    """Return the samples of a group in which some attempts may be lists of samples, as one flat list."""
+    """Return the samples of a group as one flat list. An attempt in the group may itself be a list of samples."""
     return [one for each in group for one in (each if isinstance(each, list) else [each])]
 
 

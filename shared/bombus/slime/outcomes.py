@@ -53,8 +53,8 @@ def reward_of(sample: Any, args: Namespace) -> float:
 
 
 def is_aborted(sample: Any) -> bool:
-    """Return whether a hook aborted a sample, which may be of slime's own class: that has the same status values as
-    ours."""
+    """Return whether a hook aborted a sample. The sample may belong to slime's own class, which has the same status
+    values as ours."""
     return _status(sample) == "aborted"
 
 
@@ -91,8 +91,8 @@ def _has(sample: Any, call: SampledCall) -> bool:
 
 
 def _is_masked(sample: Any, call: SampledCall) -> int:
-    """Return how many of a call's sampled tokens a sample masks. These are trained on anyway: episodes have no
-    masks."""
+    """Return how many of a call's sampled tokens a sample masks. These tokens are trained on anyway, because episodes
+    have no masks."""
     if sample.loss_mask is None:
         return 0
     start = len(call.prompt) - (len(sample.tokens) - sample.response_length)

@@ -13,9 +13,9 @@ from bombus.slime.types import SlimeSample
 
 
 class PromptSource:
-    """Provides groups of samples, one prompt per group, in the order of the file or shuffled, endlessly.
+    """Provides groups of samples endlessly, one prompt per group, in the order of the file or shuffled.
 
-    After the last prompt, this starts over, in a new order if it shuffles.
+    After the last prompt, this begins again with the first or, if the prompts are shuffled, in a new order.
     """
 
     def __init__(self, options: SlimeOptions, prompts: list[SlimeSample]) -> None:

@@ -89,7 +89,7 @@ def _logprobs(sample: SlimeSample, mask: Sequence[int]) -> list[float]:
 
 
 def _files(template: str, count: int | None) -> list[Path]:
-    """Return the files of the rollouts from 0 up to the first one missing, at most `count` of them."""
+    """Return the files of consecutive rollouts, from rollout 0 until a file is missing or there are `count` of them."""
     if rollout_file(template, 0) == rollout_file(template, 1):
         return [Path(template)]
     found: list[Path] = []

@@ -29,7 +29,8 @@ UNSUPPORTED = ("image_data", "video_data", "audio_data", "input_embeds")
 
 
 class SampledCall(msgspec.Struct, frozen=True):
-    """An answer to a sample: the id of its call on the log, the prompt's tokens, and the sampled tokens."""
+    """A model call made for a sample, with its answer: the id of the call on the log, the prompt's tokens, and the
+    sampled tokens."""
 
     id: str
     prompt: list[int]
@@ -133,7 +134,8 @@ class SampleAddress:
         """Remember the tokens of a prompt and its answer, for a later prompt that continues this text.
 
         An answer may be shown without its last tokens, such as a stop string or `<|im_end|>`. If a later prompt
-        contains the text of those tokens, it keeps them; any other prompt keeps only the tokens that were shown.
+        contains the text of those tokens, they are kept in that prompt; in any other prompt, only the tokens that were
+        shown are kept.
         """
         whole = self._decoded(sampled)
         self._known.append((text + whole, prompt + sampled))

@@ -60,8 +60,8 @@ def save_rollout(path: Path, rollout_id: int, samples: Sequence[Any]) -> list[st
 def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = ()) -> Any:
     """Return a value in a form that both kinds of files can contain.
 
-    If the value has no such form, add its name to `left_out` and return `LEFT_OUT`. `above` has the ids of the
-    containers around the value, so that a container inside itself is left out.
+    If the value has no such form, add its name to `left_out` and return `LEFT_OUT`. `above` contains the ids of the
+    containers around the value, so that a container that contains itself is left out.
     """
     found = LEFT_OUT
     inside = (*above, id(value))

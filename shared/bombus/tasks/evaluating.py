@@ -31,8 +31,8 @@ EPISODE_S_MAX = 86_400.0  # for an episode waiting for its turn; the hive ends t
 class EvalScore(EpisodeScore, frozen=True, kw_only=True):
     """The score of an evaluation episode.
 
-    `version` is the policy version that sampled the whole episode, or None if several versions did, which `versions`
-    lists. For an episode without an answer, `version` is the version at the time of its claim.
+    `version` is the policy version that sampled the whole episode. If several versions sampled it, `version` is None
+    and `versions` lists them. For an episode without an answer, `version` is the version at the time of its claim.
     """
 
     version: int | None
@@ -40,7 +40,7 @@ class EvalScore(EpisodeScore, frozen=True, kw_only=True):
 
 
 class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
-    """Tasks to play, and the rollout to play them with. Tasks without a data set are assigned to this one."""
+    """Tasks to play, and the rollout to play them with. Tasks that do not name a data set are assigned to this one."""
 
     name: str
     tasks: Sequence[Task]

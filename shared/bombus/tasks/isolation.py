@@ -1,6 +1,6 @@
-"""Runs our own programs that process text written by models in separate namespaces, if the kernel allows it.
+"""Runs our own programs that process text written by models. If the kernel allows it, they run in separate namespaces.
 
-Each sees this machine's programs (read-only), a home in memory, no other processes, and no network.
+Each program sees this machine's programs (read-only), a home in memory, no other processes, and no network.
 """
 
 import shlex
@@ -29,8 +29,8 @@ def isolated(
 ) -> list[str]:
     """Return the command that runs `before` and then `program`, without capabilities, in new namespaces.
 
-    Both are arguments of the Python interpreter. `root` is an empty folder, and `config` a file that appears at
-    `CONFIG`.
+    `before` and `program` are given as arguments for the Python interpreter. `root` is an empty folder, and `config` a
+    file that appears at `CONFIG`.
     """
     lines = [shlex.join([sys.executable, *before])] if before else []
     lines.append(f"exec {WITHOUT_CAPABILITIES} {shlex.join([sys.executable, *program])}")

@@ -28,7 +28,7 @@ class TaskSplit(StrEnum):
 
 
 class TaskDraw(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tasks to draw.
+    """A specification of the tasks to draw.
 
     The same draw gives the same tasks; a different seed or split gives different ones if possible.
     """

@@ -161,7 +161,7 @@ class ServerPatience:
     """Reports why calls are retried, and gives up if the server has not answered any call within the first `within_s`
     seconds.
 
-    It is the `watch` of a rollout. `report` is called with the first few reasons.
+    A rollout uses it as its `watch`. `report` is called with the first few reasons.
     """
 
     def __init__(

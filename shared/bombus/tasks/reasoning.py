@@ -107,7 +107,7 @@ class ReasoningPuzzle:
 
 
 def answer_in(text: str) -> str:
-    """Return the last answer in tags, or the whole text if there is no such answer."""
+    """Return the last answer that is enclosed in tags, or the whole text if there is no such answer."""
     found = _tagged_answer(text)
     return (text if found is None else found).strip()
 
@@ -131,7 +131,7 @@ def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
 
 
 def _tagged_answer(text: str) -> str | None:
-    """Return the last answer in tags.
+    """Return the last answer that is enclosed in tags.
 
     An unclosed tag counts only if there is no closed one: otherwise the reply merely mentions the tag.
     """

@@ -161,7 +161,8 @@ def job_of(task: Task) -> ShellJob:
 
 
 class ShellEnvironment:
-    """A folder in a sandbox, created here unless a `backend` is given. The reward is 1 if the job is done."""
+    """A folder in a sandbox. The environment creates the sandbox itself unless a `backend` is given. The reward is 1 if
+    the job is done."""
 
     def __init__(self, backend: ShellSandbox | None = None) -> None:
         self._backend = backend

@@ -95,7 +95,8 @@ class ArenaTasks:
 
 
 class ArenaMatch:
-    """A match. Each player has its own role, `player 0` and so on, and each call gets its player's reward."""
+    """A match of a text game. Each player has its own role, `player 0` and so on, and each call gets its player's
+    reward."""
 
     def __init__(self) -> None:
         self._random = random.Random()

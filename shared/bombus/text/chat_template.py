@@ -78,9 +78,9 @@ class ChatTemplate:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
 
     def switches(self) -> list[str]:
-        """Return those variables looked up by the template whose names suggest that they turn reasoning on.
+        """Return the variables that the template looks up and whose names suggest that they turn reasoning on.
 
-        A gateway renders with each of them, so at most `SWITCHES_MAX` are returned.
+        At most `SWITCHES_MAX` are returned, because a gateway renders with each of them.
         """
         return sorted(name for name in self.looked_up() if any(part in name for part in _SWITCHES))[:SWITCHES_MAX]
 
@@ -91,11 +91,11 @@ class ChatTemplate:
         return set().union(*map(find_undeclared_variables, trees)) - GIVEN - environment().globals.keys()
 
     def remakers(self) -> list[Callable[[str], str]]:
-        """Return functions that change a text in ways that the template may, other than by trimming, cutting or
-        changing case.
+        """Return functions that change a text in the same ways as the template may. Trimming, cutting and changing case
+        are not included.
 
-        They replace texts that the template names, remove separators at which the template splits (since it may join
-        the parts), or strip tags.
+        The functions replace texts that the template names, remove separators at which the template splits (since it
+        may join the parts), or strip tags.
         """
         trees = [environment().parse(source) for source in self._sources]
         calls = [call for tree in trees for call in tree.find_all(nodes.Call)]

@@ -156,7 +156,7 @@ def _check_attribute(name: object) -> None:
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Bounds the values of expressions such as `7 ** 10 ** 8`, which would block the process for hours.
 
-    The intercepted operators are not constant-folded either when a template is compiled.
+    The operators are intercepted, which also keeps them from being constant-folded when a template is compiled.
     """
 
     intercepted_binops = frozenset({"**", "*", "%", "+"})

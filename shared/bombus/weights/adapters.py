@@ -26,7 +26,8 @@ LOW_A, LOW_B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """peft's configuration. `r` is the rank, and `target_modules` are full layer names or their last parts."""
+    """peft's configuration of an adapter. `r` is the rank, and `target_modules` are full layer names or their last
+    parts."""
 
     r: int
     lora_alpha: float
@@ -58,8 +59,8 @@ def merged(weight: "Tensor", low_a: "Tensor", low_b: "Tensor", scale: float) -> 
 
 @dataclass
 class Rounding:
-    """How much of an adapter is lost to rounding in a merge: the squared norms of what the adapter adds, and of the
-    lost part."""
+    """A measure of how much of an adapter is lost to rounding in a merge: the squared norms of what the adapter adds,
+    and of the lost part."""
 
     added: float = 0.0
     lost: float = 0.0

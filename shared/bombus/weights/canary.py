@@ -34,8 +34,8 @@ class CanaryFailed(EngineFault):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a replica must compute with a version. `before` is the previous version's canary, or None if that is
-    unknown."""
+    """The canary that a replica must reproduce with a version. `before` is the previous version's canary, or None if
+    that is unknown."""
 
     version: int
     canary: Canary
@@ -44,9 +44,11 @@ class Expected:
 
 @dataclass(frozen=True)
 class Numerics:
-    """The differences, in nats, that a way of computing explains: the largest in a sequence, and the root mean square.
+    """The differences, in nats, that can be explained by a way of computing: the largest in a sequence, and the root
+    mean square.
 
-    Both grow with the effect of the version's adapter: the shares say by what fraction of that effect.
+    Both grow with the effect of the version's adapter: `limit_share` and `rms_share` say by what fraction of that
+    effect.
     """
 
     way: str
@@ -122,8 +124,8 @@ def _figures(canary: Canary, found: Sequence[float], check: CanaryCheck) -> str:
 
 
 def _step_fault(expected: Expected, found: Sequence[float], rms: float) -> str:
-    """Return what is wrong with the change since the previous version, or "" if nothing is or if rounding would hide
-    it.
+    """Return what is wrong with the change since the previous version, or "" if nothing is wrong or rounding would hide
+    the fault.
 
     The difference from the trainer is projected onto that change, which averages out the rounding.
     """

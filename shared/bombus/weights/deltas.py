@@ -197,8 +197,8 @@ class DeltaFile(TensorFile):
     """A delta open for reading."""
 
     def base(self) -> Weights:
-        """Return the version that the delta applies to, as on the log. Raises `EngineFault` if the delta does not name
-        one."""
+        """Return the version to which the delta applies, as described on the log. Raises `EngineFault` if the delta
+        does not name one."""
         try:
             return decoded(_base.decode, self.metadata.get(BASE, ""))
         except msgspec.MsgspecError as error:
@@ -231,7 +231,8 @@ def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Wei
 
 
 async def deltas_below(newest: Path, delta_file: Callable[[Weights], Awaitable[Path]]) -> tuple[list[Path], Weights]:
-    """Return the files of a delta and of the deltas that it builds on, oldest first, and the full copy at the bottom.
+    """Return the files of a delta and of the deltas that it builds on, oldest first, and the full copy on which they
+    are all based.
 
     `delta_file` fetches and checks a delta. Raises `EngineFault` if a delta cannot be read.
     """

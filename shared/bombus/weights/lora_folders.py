@@ -75,7 +75,8 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _matching(patterns: Mapping[str, _NumberT] | None, layer: str, otherwise: _NumberT) -> _NumberT:
-    """Return the value of the first pattern that matches a layer's full name or its last parts, as peft does."""
+    """Return the value of the first pattern that matches a layer's full name or its last parts, or `otherwise` if none
+    does. peft matches patterns in the same way."""
     found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", layer))
     return next(found, otherwise)
 

@@ -120,8 +120,8 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Bits]]:
     """Yield the tensors of a model with the adapter merged into them, in their own dtypes or all in `dtype`.
 
-    `source` has the tensors' dtypes and shapes. Raises `EngineFault` if the adapter does not fit, possibly only at the
-    end.
+    `source` has the tensors' dtypes and shapes. Raises `EngineFault` if the adapter does not fit, which may become
+    clear only after the last tensor.
     """
     yield from merge_each(source, tensors, adapter, dtype, rounding)
     adapter.check_all_merged()

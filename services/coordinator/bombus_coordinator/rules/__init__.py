@@ -1,1 +1,1 @@
-"""The coordinator's pure rules: the decisions that follow from each message and from the passing of time."""
+"""The coordinator's pure rules: which decisions follow from each message, and which from the passing of time."""

@@ -57,7 +57,8 @@ class _Left(NamedTuple):
 
 
 def beginning(engine: EngineState) -> tuple[Beginning | None, str]:
-    """Return the checkpoint at which the next run begins, or None and the reason for beginning at the model as loaded.
+    """Return the checkpoint from which the next run begins, or None and the reason for beginning with the model as
+    loaded.
 
     The reason is "" unless the experiment has checkpoints that this job cannot use. Raises `Refused` if the job must
     continue from a checkpoint and cannot.
@@ -77,10 +78,10 @@ def beginning(engine: EngineState) -> tuple[Beginning | None, str]:
 
 
 def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
-    """Return the newest checkpoint of the job, or the reason why the run starts over.
+    """Return the job's newest checkpoint, or None and the reason why the run starts over.
 
-    A named experiment contains only one job: raises `Refused` if its checkpoints belong to a different job. Unnamed
-    jobs may be unrelated.
+    A named experiment contains only one job, so this raises `Refused` if the experiment's checkpoints belong to a
+    different job. Unnamed jobs may be unrelated.
     """
     ours = [each for each in left if each.is_of_the_experiment]
     same = next((each for each in ours if not each.obstacles), None)
@@ -118,7 +119,7 @@ def _named(left: list[_Left], step: int) -> _Left:
 
 
 def _differences(before: str, wanted: str) -> dict[str, str]:
-    """Return the settings that differ between two jobs, ignoring those that an older version's job lacks."""
+    """Return the settings that differ between two jobs, ignoring those that a job from an older version lacks."""
     old, new = _fields(before), _fields(wanted)
     return {
         name: f"{name} {value!r} -> {new[name]!r}"[:CHANGE_CHARS_MAX]

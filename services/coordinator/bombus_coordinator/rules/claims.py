@@ -21,7 +21,7 @@ NONE_AVAILABLE = "No available episodes to claim."
 
 
 def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
-    """Return why no episode is available now. Clients of the swarm contract match on these sentences."""
+    """Return why no episode is available now. Clients that implement the swarm contract match on these sentences."""
     refused = _why_in_phase(engine, claim)
     if not engine.suspended:
         return refused
@@ -57,14 +57,14 @@ def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:
 
 
 def no_room(live: Live, engine: EngineState | None = None) -> Refused:
-    """Return the refusal of new work (on `engine`, if given) because the remaining storage is kept for work in
+    """Return the refusal of new work (on `engine`, if given), for when the remaining storage is kept for work in
     progress."""
     why = live.refusing if engine is None else live.refusing_of(engine)
     return Refused(Code.STORAGE_FULL, f"{why} Try again when there is room.")
 
 
 def check_share(hive: Hive, claim: Claim) -> None:
-    """Raise `Refused`, worded so that clients retry, if the claim's holder pins more calls than their share."""
+    """Raise `Refused`, worded so that clients retry, if the claim's holder pins more calls than the holder's share."""
     why = hive.why_no_calls(claim.holder)
     if why:
         raise Refused(Code.NO_EPISODES, f"{NONE_AVAILABLE} {why}")
@@ -104,7 +104,7 @@ def check(engine: EngineState, claim: Claim) -> None:
 
 
 def check_collects(engine: EngineState) -> None:
-    """Raise `Refused` if a command is about batches of episodes and the run never makes any."""
+    """Check a command that is about batches of episodes. Raises `Refused` if the run never makes any."""
     if engine.serves_operations:
         raise Refused(
             Code.UNSUPPORTED,
@@ -175,7 +175,8 @@ def _no_sampler(engine: EngineState) -> Refused:
 
 
 def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
-    """Return the earlier grant of this claim id. Raises `Refused` if it belongs to another client or has ended."""
+    """Return the earlier grant of this claim id, if any. Raises `Refused` if the id belongs to another client, or if
+    all episodes of the grant have ended."""
     episodes = engine.claims.get(claim.claim)
     if episodes is None:
         if claim.claim in live.granted:
@@ -224,14 +225,14 @@ def _is_granting(engine: EngineState, live: Live) -> bool:
 
 
 def _fits(engine: EngineState, live: Live, claim: Claim) -> bool:
-    """Return whether a claim can be granted immediately if no other claim is waiting."""
+    """Return whether a claim could be granted immediately if no other claim were waiting."""
     held = live.queue(engine).held_by(share_of(claim)).most
     return has_room(engine, claim) and not over_cap(claim, held) and not why_paced(engine, claim)
 
 
 def grant(hive: Hive, engine: EngineState, live: Live) -> Decisions:
-    """Grant the waiting claims that have room, including multi-model ones. No claim overtakes a larger one that waits
-    for room."""
+    """Grant the waiting claims that have room, including multi-model ones. A claim never overtakes a larger one that is
+    waiting for room."""
     while _is_granting(engine, live):
         due = next_multi_model(hive, live, engine)
         if due is not None and due.has_room:
@@ -246,8 +247,8 @@ def grant(hive: Hive, engine: EngineState, live: Live) -> Decisions:
 
 
 def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[str]) -> Decision:
-    """Return the decision that answers these commands: it grants the claim, or refuses it if its sampler was
-    removed."""
+    """Return the decision that answers these commands: it grants the claim, or refuses it if the sampler that it needs
+    was removed."""
     try:
         sampler = sampler_of(engine, claim)
     except Refused as refused:

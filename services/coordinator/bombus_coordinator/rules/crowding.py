@@ -1,4 +1,4 @@
-"""Make room in a full stream: a holder whose data takes more than their share of it loses the oldest of that data.
+"""Make room in a full stream: holders whose data takes more than their share of the stream lose their oldest data.
 
 In the stream of calls, this data is episodes; in the stream of rollout groups, it is groups that fit into no batch.
 """
@@ -23,8 +23,8 @@ WHY_GIVEN_UP = (
 
 
 def make_room(hive: Hive, live: Live) -> Decisions:
-    """While a stream is full, remove the oldest data of the holder who keeps the most, until no holder exceeds their
-    share.
+    """While a stream is full, repeatedly remove the oldest data of the holder who keeps the most, until no holder
+    exceeds their share.
 
     Data that steps need is kept, since training releases it. Also kept are the pool of a suspended run, a pool from
     which a batch is about to be sealed, and rollout groups that can make a batch or that still wait for a trainer to
@@ -68,7 +68,7 @@ def _groups_given_up(hive: Hive, live: Live) -> tuple[Event, ...]:
 
 
 def _is_stuck(engine: EngineState) -> bool:
-    """Return whether a trainer waits for groups while no batch can be made from those that are queued."""
+    """Return whether a trainer waits for groups but no batch can be made from those that are queued."""
     queue = engine.trajectories.queue
     return queue.batch_size > 0 and form(queue) is None
 

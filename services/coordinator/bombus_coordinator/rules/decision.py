@@ -19,7 +19,7 @@ class CommandReply(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Events that are stored all or nothing, and the replies to send once they are on the log."""
+    """Events that are stored all or nothing, and the replies to send once the events are on the log."""
 
     events: tuple[Event, ...] = ()
     replies: tuple[CommandReply, ...] = ()

@@ -81,7 +81,7 @@ def check_size(rules: Collection, event_bytes_max: int) -> None:
 
 
 def check_asynchronous(rules: Collection) -> None:
-    """Raise `Refused` for rules that make no sense when episodes continue during a training step."""
+    """Raise `Refused` if any of the rules makes no sense when episodes continue during a training step."""
     if BATCH_METHODS[rules.method].is_by_agreement:
         raise Refused(
             Code.BAD_CONFIG,
@@ -137,7 +137,7 @@ def _why_started(engine: EngineState) -> str:
 
 
 def close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...]:
-    """Return the events that end the run: an abort of every open episode, then `last`."""
+    """Return the events that end the run: aborts of all open episodes, then `last`."""
     if not engine.open:
         return (last,)
     return (*aborted(engine, live, tuple(engine.open), AbortReason.ENGINE_STOPPED), last)
@@ -153,7 +153,7 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
 
 
 def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
-    """Have a suspended run continue, and retry models that trainers gave up rebuilding. Do nothing for other runs."""
+    """Resume a suspended run, and retry the models that trainers gave up rebuilding. Do nothing for other runs."""
     if engine.phase == Phase.OFFLINE:
         raise wrong_phase("resume the engine", engine.phase, "It has no run to resume; start one.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
@@ -168,10 +168,10 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
 def suspend(
     engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = (), until_served: bool = False
 ) -> Decisions:
-    """Suspend the run and keep all its state until its operator resumes it or, if `until_served`, a replica serves it.
+    """Suspend the run, keeping all its state, until its operator resumes it or, if `until_served`, a replica serves it.
 
-    If the run already waits for its operator, it keeps waiting. If it waits for a replica, it waits for its operator
-    from now on, unless this suspension is `until_served` too.
+    A run that already waits for its operator keeps waiting for them. A run that waits for a replica waits for its
+    operator from now on, unless this suspension is `until_served` too.
     """
     suspended = ev.EngineSuspended(**live.at(engine), reason=reason[:REASON_CHARS_MAX], until_served=until_served)
     waits = engine.suspended if until_served else engine.waits_for_operator

@@ -23,7 +23,7 @@ _deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def outcome_digest(result: EpisodeResult | Mapping[str, EpisodeResult]) -> bytes:
-    """Return a digest of the report that ends an episode or multi-model episode. Equal reports have equal digests."""
+    """Return a digest of the report that ends an episode or a multi-model episode. Equal reports have equal digests."""
     return digest(_deterministic.encode(result))
 
 
@@ -52,8 +52,8 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
 
 
 def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[float, ...] | None) -> float:
-    """Return the episode's reward, or the mean if each of its calls has a reward. Auxiliary calls, which are not
-    trained on, have no reward.
+    """Return the episode's reward, or the mean of its calls' rewards if the calls have rewards of their own. Auxiliary
+    calls are not trained on and have no reward.
 
     Raises `Refused` if there is no reward, if a reward is not finite or is too large, if the number of rewards differs
     from the number of calls, or if the episode failed in a way that allows no reward.
@@ -115,7 +115,7 @@ def _aside(episode: Episode) -> str:
 
 
 def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> bool:
-    """Return whether this very report has already ended the episode. Raises `Refused` if the episode ended in another
+    """Return whether this same report has already ended the episode. Raises `Refused` if the episode ended in another
     way."""
     closed = engine.closed.get(episode)
     if closed is None:
@@ -133,7 +133,7 @@ def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> 
 def outcome_of(
     engine: EngineState, client: str, result: EpisodeResult, report: bytes, partners: Mapping[str, str]
 ) -> Outcome:
-    """Return the outcome that a report gives an open episode. `partners` are those named in the report.
+    """Return the outcome that a report gives an open episode. `partners` are the partner episodes named in the report.
 
     Raises `Refused` if the episode cannot end in this way.
     """
@@ -172,7 +172,8 @@ def outcome_of(
 
 
 def why_incomplete(episode: Episode) -> str:
-    """Return why a report cannot end an episode: the report omits the episode's partners, or names the wrong ones."""
+    """Return why a report cannot end an episode: the report either omits the episode's partners or names the wrong
+    ones."""
     if not episode.partners:
         return f"Episode {episode.id} is not part of a multi-model episode: end it on its own."
     others = " and ".join(episode.partners.values())
@@ -197,7 +198,7 @@ def _fitting(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, ...]]:
 
 
 def end(engine: EngineState, live: Live, message: End) -> Decisions:
-    """End episodes, all or none. Skip episodes that this very report has already ended."""
+    """End episodes, either all or none of them. Skip episodes that this same report has already ended."""
     if not 1 <= len(message.results) <= EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"One request can end 1 to {EPISODES_PER_COMMAND_MAX} episodes.")
     if len({result.episode for result in message.results}) != len(message.results):
@@ -215,7 +216,8 @@ def end(engine: EngineState, live: Live, message: End) -> Decisions:
 def ended(
     engine: EngineState, live: Live, client: str, outcomes: Sequence[tuple[Episode, Outcome]]
 ) -> tuple[ev.EpisodeEnded, ...]:
-    """Return the events that end episodes: one for each type and version, or several if one would be too large."""
+    """Return the events that end episodes: one for each type and version, or several where a single one would be too
+    large."""
     alike: dict[tuple[EpisodeType, int], list[Outcome]] = {}
     for episode, outcome in outcomes:
         alike.setdefault((episode.type, episode.version), []).append(outcome)
@@ -242,7 +244,7 @@ def aborted(  # noqa: PLR0913 - the parts of an event
     detail: str = "",
     failure: FailureKind | None = None,
 ) -> tuple[ev.EpisodeAborted, ...]:
-    """Return the events that abort episodes. A very large number of episodes is split over several events, so that each
+    """Return the events that abort episodes. A very large number of episodes is split into several events, so that each
     event fits into a message."""
     return tuple(
         ev.EpisodeAborted(**live.at(engine), episodes=some, reason=reason, detail=detail, failure=failure)
@@ -265,10 +267,10 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
 
 
 def take(engine: EngineState, live: Live, message: Take) -> Decisions:
-    """Remove ended episodes of an operations run from the pool. Skip episodes that are no longer in it.
+    """Remove an operations run's ended episodes from the pool. Skip episodes that are no longer in the pool.
 
     This is also possible after the run has ended. Raises `Refused` if an episode belongs to another client, or if the
-    run trains on its episodes itself.
+    run itself trains on its episodes.
     """
     if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"One request can take at most {EPISODES_PER_COMMAND_MAX} episodes.")
@@ -328,8 +330,8 @@ def _expire_silent(engine: EngineState, live: Live) -> Decisions:
 
 
 def expire(hive: Hive, engine: EngineState, live: Live) -> Decisions:
-    """Abort episodes that have been idle for too long, episodes of silent clients, and episodes whose claim's answer
-    was never confirmed."""
+    """Abort three kinds of episodes: those idle for too long, those of silent clients, and those whose client never
+    confirmed that it had received the answer to its claim."""
     now = live.now_ns
     yield from _expire_silent(engine, live)
     idle = tuple(e.id for e in engine.open.values() if _idle_deadline_ns(hive, live, e) <= now)

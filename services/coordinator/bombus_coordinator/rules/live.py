@@ -28,7 +28,8 @@ def ns(seconds: float) -> int:
 
 
 class Unconfirmed(msgspec.Struct):
-    """A grant decided at inbox message `seq`. It is taken back at `until_ns` unless it is confirmed."""
+    """A grant decided at inbox message `seq`. The grant is taken back at `until_ns` unless it has been confirmed by
+    then."""
 
     engine: str
     seq: int
@@ -118,11 +119,13 @@ class Live(msgspec.Struct, kw_only=True):
                 self.client_seen[client] = self.now_ns
 
     def follow_clients(self, episodes: Iterable[Episode]) -> None:
-        """Track only the clients that hold these open episodes and send touches, since a touch may name any client."""
+        """Track only those clients that hold these open episodes and send touches, since a touch may name any
+        client."""
         self.client_seen = {each.client: self.client_seen.get(each.client, 0) for each in episodes if each.touches}
 
     def silent_since(self, at_ns: int) -> int:
-        """Return when the silence of a sender last heard from at `at_ns` began, which is never before this epoch.
+        """Return when a sender's silence began, if the sender was last heard from at `at_ns`. No silence begins before
+        this epoch.
 
         Messages from before the epoch may be unread or forgotten.
         """
@@ -158,8 +161,8 @@ class Live(msgspec.Struct, kw_only=True):
                 queue.opened(share, episodes, engine)
 
     def multi_model_queue(self, engines: Sequence[EngineState]) -> Queue:
-        """Return the queue of multi-model claims that wait for these engines, built from the state on first use like
-        `queue`."""
+        """Return the queue of multi-model claims that wait for these engines. Like `queue`, it is built from the state
+        on first use."""
         names = tuple(engine.name for engine in engines)
         queue = self.multi_model.get(names)
         if queue is None:
@@ -215,13 +218,14 @@ class Live(msgspec.Struct, kw_only=True):
 
     @property
     def is_away(self) -> bool:
-        """Return whether the last tick was long ago: there was no bus, no leader, or the clock was set ahead."""
+        """Return whether the last tick was long ago, because there was no bus or no leader, or because the clock was
+        set ahead."""
         return self.ticked_ns is not None and self.now_ns - self.ticked_ns > AWAY_NS
 
     def tick(self, answered: int) -> None:
-        """Record a tick. It was sent once the answers to all messages up to `answered` had been sent.
+        """Record a tick. The tick was sent once the answers to all messages up to `answered` had been sent.
 
-        The time allowed to confirm a claim starts when its answer has been sent.
+        The time allowed for confirming a claim starts when the answer to the claim has been sent.
         """
         if self.is_away:
             answered = 0

@@ -1,4 +1,4 @@
-"""Record on the log how its compaction went, whether it has lost its end, and for how long the hive had no leader."""
+"""Record on the log how its compaction went, whether the log has lost its end, and how long the hive had no leader."""
 
 from bombus.hive import events as ev
 from bombus.hive.inbox import CompactionTried, Tick
@@ -31,7 +31,7 @@ def paused(hive: Hive, live: Live, tick: Tick) -> Decisions:
 
 
 def ticked(hive: Hive, live: Live, tick: Tick) -> Decisions:
-    """Note that the log has lost its end, if a tick from an earlier leader names an event beyond it (R6)."""
+    """Note that the log has lost its end, if a tick from an earlier leader names an event beyond the log's end (R6)."""
     if live.seq > live.inherited or tick.log_end <= live.began_after:
         return
     said = hive.went_back.get("events")

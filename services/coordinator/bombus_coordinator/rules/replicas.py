@@ -26,7 +26,7 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
 
 
 def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> bool:
-    """Return whether a replica was restarted and so no longer serves the weights that calls expect it to serve.
+    """Return whether a replica was restarted and so no longer serves the weights that calls expect from it.
 
     Replicas in quarantine get no calls, and no replica gets any while the engine is offline. But a restart is also
     reported for a replica that was quarantined for its answers, since it may now answer correctly.
@@ -90,21 +90,23 @@ def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
 
 
 def load_broke(engine: EngineState, live: Live, message: LoadBroke) -> Decisions:
-    """Quarantine a replica that cannot load the newest weights. Reports about older weights are out of date."""
+    """Quarantine a replica that cannot load the newest weights. Reports about older weights are ignored as out of
+    date."""
     newest = (message.run, message.version) == (engine.run, engine.version)
     if newest and engine.phase != Phase.OFFLINE and message.replica not in engine.loaded:
         yield from _quarantine(engine, live, message.replica, message.reason)
 
 
 def answers_broke(engine: EngineState, live: Live, message: AnswersBroke) -> Decisions:
-    """Quarantine a replica whose answers are wrong. Gateways' reports about earlier versions are out of date."""
+    """Quarantine a replica whose answers are wrong. Gateways' reports about earlier versions are ignored as out of
+    date."""
     newest = (message.run, message.version) == (engine.run, engine.version)
     if newest and engine.phase != Phase.OFFLINE and message.replica in engine.usable:
         yield from _quarantine(engine, live, message.replica, message.reason, answers=True)
 
 
 def look_after(engine: EngineState, live: Live) -> Decisions:
-    """Quarantine late replicas, suspend a run that has no others, and resume it once a replica serves (R15)."""
+    """Quarantine late replicas, suspend a run that has no others, and resume the run once a replica serves it (R15)."""
     if engine.phase == Phase.OFFLINE or engine.weights is None:
         return
     if engine.suspended:
@@ -134,8 +136,8 @@ def _quarantine(engine: EngineState, live: Live, name: str, reason: str, answers
 
 
 def _late(engine: EngineState, live: Live) -> Iterator[str]:
-    """Yield the replicas that have not loaded the newest weights in time. During boot, no replica is late until another
-    has loaded them."""
+    """Yield the replicas that have not loaded the newest weights in time. During boot, no replica counts as late until
+    another has loaded them."""
     assert engine.weights is not None
     if engine.phase == Phase.BOOTING and not engine.loaded:
         return
@@ -159,7 +161,7 @@ def _none_is_left(engine: EngineState, live: Live) -> bool:
 
 
 def _version(replica: Replica) -> int:
-    """Return the version that a replica could not load, or -1 if it is not quarantined."""
+    """Return the version for which a replica is quarantined, or -1 if it is not quarantined."""
     return -1 if replica.quarantined is None else replica.quarantined.version
 
 

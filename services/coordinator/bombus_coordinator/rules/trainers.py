@@ -1,7 +1,7 @@
 """Handle trainers' reports about a run, and end the epoch of a trainer that hangs or is silent for too long (R11).
 
-A trainer judges its own progress, by its own pace and clock. The coordinator judges only the trainer's silence, and
-does not count time without the bus or without a leader, when nothing could be received (R5).
+A trainer judges its own progress, by its own pace and clock. The coordinator judges only the trainer's silence. Time
+without the bus or without a leader does not count as silence, since nothing could be received (R5).
 """
 
 from bombus.hive import events as ev
@@ -43,7 +43,7 @@ def hangs(engine: EngineState, live: Live, message: TrainerHangs) -> Decisions:
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """End the epoch of a trainer that has been silent for longer than the patience that it specified when it opened its
+    """End the epoch of a trainer that has been silent for longer than the patience that it specified when it opened the
     epoch.
 
     A trainer that specified no patience may not send heartbeats. So its work counts as a sign of life too, and its
@@ -74,8 +74,8 @@ def _worked_ns(engine: EngineState) -> int:
 
 
 def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: bool = False) -> Decisions:
-    """End the trainer's epoch. If the run waits for the trainer, this is a failure, and several in a row suspend the
-    run.
+    """End the trainer's epoch. If the run waits for the trainer, this counts as a failure, and several failures in a
+    row suspend the run.
 
     If the trainer has begun an operation, the failure counts against that operation, which fails after several such
     failures. If the trainer is rebuilding a model, the failure counts against the model.
@@ -102,8 +102,8 @@ def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: 
 def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
     """Give the trainer a higher epoch. Facts from the previous trainer are ignored from then on (R11).
 
-    Trainers that are killed, for example by the kernel's out-of-memory killer, report no failure. So the run is
-    suspended after it has lost many in a row.
+    Trainers that are killed, for example by the kernel's out-of-memory killer, report no failure. So the run is also
+    suspended when it has lost many trainers in a row.
     """
     if message.id in engine.openings:
         yield Decision(replies=(CommandReply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
@@ -179,7 +179,7 @@ def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions
 
 
 def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.TrainerStalled, reason: str) -> Decisions:
-    """Record a trainer's failure. If it counts and is one too many in a row, suspend the run for `reason`."""
+    """Record a trainer's failure. If the failure counts and is one too many in a row, suspend the run for `reason`."""
     is_counted = failed.failures > engine.step_failures
     if is_counted and failed.failures >= engine.collection.max_step_failures:
         yield from suspend(engine, live, reason, before=(failed,))
@@ -188,7 +188,7 @@ def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.Tra
 
 
 def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
-    """Make saved weights a policy version if their step is on the log, or if the run begins with them.
+    """Turn saved weights into a policy version if their step is on the log, or if the run begins with them.
 
     An operations run has only the weights that it begins with, and does not have to wait for them.
     """

@@ -60,7 +60,7 @@ def _rolling_with_a_queue(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling_asynchronously(engine: EngineState, live: Live) -> Decisions:
-    """Seal batches of an asynchronous run. Episodes continue while batches are trained on and weights are loaded."""
+    """Seal an asynchronous run's batches. Episodes continue while batches are trained on and weights are loaded."""
     bound = oldest_usable(engine)
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
@@ -73,7 +73,7 @@ def _rolling_asynchronously(engine: EngineState, live: Live) -> Decisions:
 
 
 def _is_held(engine: EngineState, live: Live) -> bool:
-    """Return whether a complete batch waits for open episodes that would be too old for the next batch.
+    """Return whether a complete batch has to wait for open episodes that would be too old for the next batch.
 
     As in a synchronous run, the batch waits at most `drain_s`.
     """
@@ -104,10 +104,10 @@ def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
 
 
 def _excess(engine: EngineState, late: int) -> list[str]:
-    """Return the episodes by which a pool exceeds its limits, not counting its first `late` episodes.
+    """Return the episodes to drop so that a pool is within its limits, not counting its first `late` episodes.
 
-    Each is the oldest episode of the holder who has the most at that point, so that no holder loses episodes to a
-    holder who has more.
+    They are chosen one by one: each is the oldest episode of the holder who has the most at that point, so that no
+    holder loses episodes to a holder who has more.
     """
     rules, first = engine.collection, islice(engine.pool.values(), late)
     over, size = (
@@ -134,7 +134,7 @@ def _excess(engine: EngineState, late: int) -> list[str]:
 def dropped(
     engine: EngineState, live: Live, reason: DropReason, episodes: Sequence[str]
 ) -> tuple[ev.GroupDropped, ...]:
-    """Return the events that drop episodes. A very large number of episodes is split over several events, so that each
+    """Return the events that drop episodes. A very large number of episodes is split into several events, so that each
     event fits into a message."""
     return tuple(
         ev.GroupDropped(
@@ -148,7 +148,7 @@ def dropped(
 
 
 def _draining(engine: EngineState, live: Live) -> Decisions:
-    """Seal the batch once no episodes are open. Abort those still open when their time is up."""
+    """Seal the batch once no episodes are open. Abort the episodes that are still open when their time is up."""
     if engine.open:
         if live.is_over(engine.phase_since_ns, engine.collection.drain_s):
             yield Decision(events=aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED))
@@ -197,8 +197,9 @@ def _drop_stale(engine: EngineState, live: Live) -> Decisions:
 def _drop_incomplete(engine: EngineState, live: Live) -> Decisions:
     """Drop ended episodes that are too old to wait for other episodes of their task.
 
-    A complete task waits only for the leader to make a group from it, once there is room. An incomplete task waits for
-    an open episode that may complete it, if that episode was claimed before the task's episodes ended.
+    Episodes of a complete task are kept: they wait only for the leader to make a group from them, once there is room.
+    Those of an incomplete task are kept while an open episode may complete it, if that open episode was claimed before
+    they ended.
     """
     bound = engine.version - engine.collection.max_carry_staleness
     stale = [
@@ -233,8 +234,8 @@ _SETTLE = {
 def settle(engine: EngineState, live: Live) -> Decisions:
     """Make the transitions that are due, one after another, until none is left. A suspended run makes none.
 
-    Each transition is one event and can be derived again from the fold, so the next leader makes any that a crash
-    prevented. No transition therefore needs an atomic batch, which would cost the server a disk sync.
+    Each transition is one event and can be derived again from the fold, so if a crash prevents a transition, the next
+    leader makes it. No transition therefore needs an atomic batch, which would cost the server a disk sync.
     """
     yield from look_after(engine, live)
     while (rule := _SETTLE.get(engine.phase)) is not None and not engine.suspended:

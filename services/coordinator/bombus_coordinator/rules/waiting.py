@@ -1,7 +1,7 @@
-"""The claims that wait for room in one or several engines: which claim is next, and which have waited long enough
+"""The claims that wait for room on one or several engines: which claim is next, and which have waited long enough
 (R13).
 
-Every command looks for the next claim, and ten thousand may be waiting, so nothing here scans them all.
+Every command looks for the next claim, and ten thousand claims may be waiting, so nothing here scans them all.
 """
 
 from collections import Counter
@@ -47,8 +47,8 @@ def over_cap(claim: Claim, open_episodes: int) -> bool:
 
 
 class Waiting(msgspec.Struct, kw_only=True):
-    """A claim that waits for room. `commands` are the message ids to answer; there are several if the claim was sent
-    again."""
+    """A claim that is waiting for room. `commands` are the ids of the messages to answer. There are several if the
+    claim was sent again."""
 
     claim: Claim
     share: Share
@@ -58,7 +58,8 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 
 class Held(NamedTuple):
-    """The numbers of a share's open episodes: on all engines of a queue, and on the engine where it has the most."""
+    """The number of a share's open episodes: `total` on all engines of a queue, and `most` on the engine where it has
+    the most."""
 
     total: int = 0
     most: int = 0
@@ -76,8 +77,8 @@ class _Line:
     """The waiting claims for one type of episode, ordered by (open episodes of the share, first request, claim id).
 
     Within a share, claims are ordered by first request and claim id, and only the share's first claim is placed among
-    those of other shares. When the number of the share's open episodes changes, only that place changes. A share at its
-    limit has no place.
+    those of other shares. So when the number of the share's open episodes changes, only that claim's place changes. A
+    share at its limit has no place.
     """
 
     def __init__(self, waiting: Mapping[str, Waiting]) -> None:
@@ -101,7 +102,7 @@ class _Line:
         self.place(waiting.share, held)
 
     def place(self, share: Share, held: Held) -> None:
-        """Put a share's first claim into its place, if the share has a claim and may open more episodes."""
+        """Put a share's first claim in its place, if the share has a claim and may open more episodes."""
         before = self._places.pop(share, None)
         if before is not None:
             self._firsts.remove(before)
@@ -123,7 +124,7 @@ class _Line:
 class Queue:
     """The waiting claims of one engine, or the multi-model claims that wait for a set of `engines`.
 
-    It counts the open episodes of each share, as reported by the caller.
+    The queue counts the open episodes of each share, as reported by the caller.
     """
 
     def __init__(self, engines: tuple[str, ...] = ("",)) -> None:
@@ -164,11 +165,11 @@ class Queue:
         return Place(self.held_by(waiting.share).total, waiting.first_asked_ns, waiting.claim.claim)
 
     def add(self, claim: Claim, now_ns: int, until_ns: int, elsewhere: int = 0) -> None:
-        """Have a claim wait until `until_ns`. Raises `Refused` if too many claims wait.
+        """Have a claim wait until `until_ns`. Raises `Refused` if too many claims are waiting.
 
-        A claim that already waits keeps waiting until the later of the two times. If the new time is now, its wait
-        ends; this is how an interrupted client gives up. `elsewhere` is the number of claims in the same share that
-        wait for the same engine in other queues.
+        A claim that is already waiting keeps waiting until the later of the two times. But if the new time is now, its
+        wait ends; this is how an interrupted client gives up. `elsewhere` is the number of claims in the same share
+        that wait for the same engine in other queues.
         """
         waiting = self._waiting.get(claim.claim)
         if waiting is not None:
@@ -210,8 +211,8 @@ class Queue:
         self._ends.remove((waiting.until_ns, claim.claim))
 
     def first(self, kind: EpisodeType | None = None) -> Waiting | None:
-        """Return the claim whose share has the fewest open episodes; if several have, the oldest. If `kind` is given,
-        consider only claims of that type."""
+        """Return the first claim of the share with the fewest open episodes or, if several shares have the fewest, the
+        oldest of their first claims. If `kind` is given, consider only claims of that type."""
         if not self._waiting:
             return None
         lines = self._lines.values() if kind is None else (self._lines[kind],)
@@ -233,8 +234,8 @@ class Queue:
 
 
 def why_paced(engine: EngineState, claim: Claim) -> str:
-    """Return why a training episode has to wait for training, or "" if it need not. For evaluation, always return ""
-    (R14)."""
+    """Return why a claimed training episode has to wait for training, or "" if it need not. Always return "" for an
+    evaluation episode (R14)."""
     if claim.type == EpisodeType.EVAL:
         return ""
     found = pace(engine, claim.count, claim.task_hint)
@@ -247,7 +248,7 @@ def has_room(engine: EngineState, claim: Claim, kept: int = 0) -> bool:
 
 
 def next_of(queue: Queue, engines: Sequence[EngineState]) -> Waiting | None:
-    """Return the next claim. While training episodes have to wait, only evaluation claims are considered."""
+    """Return the next claim. While training episodes have to wait, consider only evaluation claims."""
     waiting = queue.first()
     if waiting is not None and any(why_paced(engine, waiting.claim) for engine in engines):
         return queue.first(EpisodeType.EVAL)

@@ -1,6 +1,6 @@
 """Data: the tools in Anthropic's API that the client runs and whose schemas are built into Anthropic's models.
 
-Other models are given a function with the schema. The date at the end of a tool's type is its version.
+Other models are given a function with the same schema. The date at the end of a tool's type is its version.
 """
 
 from typing import Any

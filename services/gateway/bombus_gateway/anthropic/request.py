@@ -1,8 +1,8 @@
 """The requests of Anthropic's Messages API: decoded, and converted to a neutral `CompletionRequest`. Pure.
 
-Clients of this API send many fields that do not affect sampling: betas, metadata, cache marks. Any value is accepted
-for these. A client may request sampling parameters; the job decides whether they are used. Unsupported and unknown
-fields are listed as `unsupported`; the job decides whether to refuse or ignore them.
+Clients of this API send many fields that do not affect sampling: betas, metadata, cache marks. These fields may have
+any value. A client may request sampling parameters; the job determines whether they are used. Unsupported and unknown
+fields are listed as `unsupported`; the job determines whether they are refused or ignored.
 """
 
 import re
@@ -48,9 +48,9 @@ _Unused = Any  # type of known fields whose value does not matter
 class MessagesRequest(NamedTuple):
     """A request to either route: its neutral part, and the fields needed for the response and for `marks_of`.
 
-    `server_tools` are the types of tools that Anthropic's servers run. If the answer must be JSON with certain fields,
-    `answer` contains their names; it is None if the answer may be any text. `prefix` is the beginning of the body,
-    which need not be read again for the conversation's next request.
+    `server_tools` are the types of the tools that Anthropic's servers run. If the answer must be JSON with certain
+    fields, `answer` contains the fields' names; it is None if the answer may be any text. `prefix` is the beginning of
+    the body, which need not be read again for the conversation's next request.
     """
 
     completion: CompletionRequest
@@ -138,7 +138,7 @@ class _Placed(NamedTuple):
 
 
 class _Offered(NamedTuple):
-    """A tool, and the function that the model may call. The function is None for a tool that Anthropic's servers
+    """A tool, and the function that offers it to the model. The function is None for a tool that Anthropic's servers
     run."""
 
     tool: _Tool
@@ -202,7 +202,7 @@ def read_messages(body: bytes, before: BodyPrefix = NOTHING_READ) -> MessagesReq
 
 
 def _fields_of_answer(output: dict[str, Any]) -> frozenset[str] | None:
-    """Return the names of the JSON fields that the answer must have, or None if `output_config` names none."""
+    """Return the names of the JSON fields that the answer must have, or None if `output_config` requires none."""
     form = output.get("format")
     schema = form.get("schema") if isinstance(form, dict) else None
     fields = schema.get("properties") if isinstance(schema, dict) else None
@@ -258,7 +258,7 @@ def _forms_of_answer(found: MessagesBody) -> Iterator[Asked]:
 
 
 def _takes_away(management: dict[str, Any] | None) -> bool:
-    """Return whether the request wants the server to remove parts of the conversation. Claude Code sends an edit that
+    """Return whether the request wants the server to remove parts of the conversation. The edit that Claude Code sends
     keeps all of it."""
     edits = (management or {}).get("edits")
     if not isinstance(edits, list):
@@ -374,7 +374,7 @@ def _blocks(content: _Content, place: str) -> list[_Placed]:
 
 
 def _answer(blocks: Sequence[_Placed], left_out: list[Unsupported]) -> ChatMessage:
-    """Return the assistant's message. Its content is None if it has tool calls but no text."""
+    """Return the assistant's message. The message's content is None if it has tool calls but no text."""
     calls = [_tool_call(each) for each in blocks if each.block.type == "tool_use"]
     if len(calls) > limits.CALLS_IN_MESSAGE:
         why = f"There are {len(calls)} calls in one turn, but the limit is {limits.CALLS_IN_MESSAGE}."
@@ -403,7 +403,7 @@ def _tool_call(placed: _Placed) -> dict[str, Any]:
 
 
 def _arguments(given: msgspec.Raw, place: str) -> str:
-    """Return a tool call's input exactly as it was written, so that no number is reformatted."""
+    """Return a tool call's input exactly as the client wrote it, so that no number is reformatted."""
     try:
         text = bytes(given).decode()
     except UnicodeDecodeError as error:
@@ -417,8 +417,8 @@ def _arguments(given: msgspec.Raw, place: str) -> str:
 
 
 def _what_was_sampled(text: str) -> str:
-    """Return the sampled arguments that the gateway wrapped because they were not an object. Return other text
-    unchanged."""
+    """Return the text that was sampled as a call's arguments, if the gateway wrapped it because it was not an object.
+    Otherwise, return `text` unchanged."""
     try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -480,7 +480,7 @@ def _text_of(block: _Block) -> str | None:
 
 
 def _text_of_source(source: Any) -> str | None:
-    """Return the text of a document, or None unless the document consists only of plain text or text blocks."""
+    """Return the text of a document that consists only of plain text or text blocks, or None for any other document."""
     if not isinstance(source, dict):
         return None
     data = source.get("data") if source.get("type") == "text" else None

@@ -53,7 +53,8 @@ def count_body(tokens: int) -> bytes:
 
 
 class MessagesEncoder:
-    """Encodes one answer as a message, either whole or as events. In a stream, it tracks which block is open."""
+    """Encodes one answer as a message, either in one piece or as a stream of events. In a stream, it tracks which block
+    is open."""
 
     def __init__(self, model: str, head: AnswerHead) -> None:
         self._model = model
@@ -151,7 +152,8 @@ class MessagesEncoder:
 
     @property
     def _signature(self) -> str:
-        """The signature that clients return with the thinking. Some turn unsigned thinking into a user message."""
+        """The signature that clients return with the thinking. Some clients turn unsigned thinking into a user
+        message."""
         return self._head.id
 
     def _begin(self, block: dict[str, Any]) -> bytes:
@@ -176,7 +178,7 @@ def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
 def _input(call: dict[str, Any]) -> bytes:
     """Return the input of a call as JSON: the sampled text, wrapped in an object if it is not a JSON object.
 
-    Anthropic's SDK fails on input that is not JSON, and the whole answer would be lost.
+    Anthropic's SDK fails on input that is not JSON, so the whole answer would be lost.
     """
     text: str = call["function"]["arguments"]
     if not text.strip() or text.strip() == "null":

@@ -14,7 +14,8 @@ def requested_thinking(thinking: Any, output: Any) -> RequestedThinking | None:
     """Return the thinking requested by `thinking` and by the effort in `output_config`, or None if neither requests
     any.
 
-    If thinking is disabled, an effort does not enable it. `display` is ignored: answers always include the thinking.
+    If thinking is disabled, an effort does not enable it. `display` is ignored, since answers always include the
+    thinking.
     """
     thinking, effort = thinking if isinstance(thinking, dict) else {}, _effort(output)
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")

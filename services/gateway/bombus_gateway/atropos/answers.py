@@ -1,4 +1,4 @@
-"""Answers to trainers and environments, except batches and groups, which `batches` writes."""
+"""Answers to trainers and environments. `batches` writes the answers that contain batches and groups."""
 
 from collections.abc import Sequence
 
@@ -64,13 +64,13 @@ def write_disconnect_failed(why: str) -> bytes:
 
 
 def write_pushed(held: int | None) -> bytes:
-    """Return the answer to `/scored_data`: whether the group is held until its environment has enough sequences, and
-    how many of them are held."""
+    """Return the answer to `/scored_data`. It says whether the group is held until its environment has enough
+    sequences, and if so, how many sequences are held."""
     return RECEIVED if held is None else _encode({"status": "buffered", "buffer_size": held})
 
 
 def write_pushed_list(held: Sequence[int | None]) -> bytes:
-    """Return the answer to `/scored_data_list`, including the number of buffered groups if there are any."""
+    """Return the answer to `/scored_data_list`, including the number of buffered groups if any are buffered."""
     answer: dict[str, object] = {"status": "received", "groups_processed": len(held)}
     buffered = [each for each in held if each is not None]
     if buffered:

@@ -26,7 +26,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def write_batch(groups: Iterable[RolloutGroup]) -> Iterator[bytes]:
-    """Yield the parts of a batch, one for each group, so that the lists of only one group are in memory at a time."""
+    """Yield the parts of a batch, one for each group, so that only one group's lists are in memory at a time."""
     before = b'{"batch":['
     for group in groups:
         yield before + write_group(group)

@@ -1,4 +1,5 @@
-"""gzip for Atropos's clients: decompress bodies of one or more members, and compress answers of 1,000 bytes or more."""
+"""gzip for Atropos's clients: decompress bodies of one or more gzip members, and compress answers of 1,000 bytes or
+more."""
 
 import importlib
 import importlib.util
@@ -24,8 +25,8 @@ _zero = re.compile(r"\s*;\s*q\s*=\s*0(\.0*)?\s*$")
 def inflated(encoding: str, body: bytes, bytes_max: int = limits.TRAJECTORY_BODY_BYTES) -> bytes:
     """Return a decompressed body, decompressing no more than `bytes_max`.
 
-    Raises `Refused`: UNSUPPORTED for an encoding other than gzip, MALFORMED unless the whole body is gzip, and
-    TOO_LARGE if there is more than `bytes_max`.
+    Raises `Refused`: UNSUPPORTED for an encoding other than gzip, MALFORMED if any part of the body is not gzip, and
+    TOO_LARGE if the decompressed body has more than `bytes_max`.
     """
     named = encoding.strip().lower()
     if named in ("", "identity"):

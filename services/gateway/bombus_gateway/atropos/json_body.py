@@ -24,10 +24,10 @@ MARKS_MAX = 1 << 18  # maximum number of marks scanned to locate a number; takes
 
 
 def decode_at(decoder: msgspec.json.Decoder[_BodyT], body: bytes, place: str = "") -> _BodyT:
-    """Decode a body, or the part of a body that is at `place`. Raises `UnfitBody` if it does not fit the decoder's
-    type.
+    """Decode a body, or the part of a body that is at `place`. Raises `UnfitBody` if the JSON does not fit the
+    decoder's type.
 
-    Python's `json` module writes NaN and infinities, which are not JSON. The refusal says where such a number is.
+    Python's `json` module writes NaN and infinities, which are not valid JSON. The refusal says where such a number is.
     """
     try:
         if not place:
@@ -52,7 +52,8 @@ def within(place: str, field: str) -> str:
 
 
 def _check_utf8(body: bytes) -> None:
-    """Raise `UnicodeDecodeError` unless a body is UTF-8. Does not copy the whole body."""
+    """Raise `UnicodeDecodeError` unless a body is UTF-8. The body is checked in pieces, so that it is never copied as a
+    whole."""
     if body.isascii():
         return
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -82,8 +83,8 @@ def _refuse_not_finite(body: bytes, end: int, place: str) -> None:
 def _steps_to(body: bytes, end: int) -> list[str | int] | None:
     """Return the keys and indexes that lead to byte `end` of a body that is valid JSON up to there.
 
-    Returns None if more than `MARKS_MAX` marks come before it. The body is not decoded: it may be large, and other
-    requests would wait while Python creates objects for all of it.
+    Returns None if more than `MARKS_MAX` brackets and strings come before that byte. The body is not decoded: it may be
+    large, and other requests would wait while Python creates objects for all of it.
     """
     steps: list[str | int] = []
     at = 0

@@ -1,4 +1,4 @@
-"""Read the arrays of groups with simdjson, which packs numbers without creating a Python object for each number.
+"""Read groups' arrays with simdjson, which packs numbers without creating a Python object for each number.
 
 This fast path reads the common form: rows of integers, and rows of numbers. Anything else, including every error, is
 left to `scored_data`, which reports where an error is. If simdjson is not installed, this path is not used.
@@ -45,7 +45,7 @@ class _NotPlain(Exception):
 
 
 def read_plain(body: bytes) -> PlainGroup | None:
-    """Return the arrays of a group, or None to leave the body to the slower reader. The caller must rule out nested
+    """Return a group's arrays, or None if the slower reader has to read the body. The caller must rule out nested
     lists."""
     if _simdjson is None or len(body) > PLAIN_BYTES or not body.startswith(b"{"):
         return None

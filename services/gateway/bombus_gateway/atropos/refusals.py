@@ -1,4 +1,4 @@
-"""Write refusals in the form that Atropos's clients expect: the one that FastAPI uses if a body does not match its
+"""Write refusals in the form that Atropos's clients expect, which is FastAPI's form for a body that does not match its
 model."""
 
 import re
@@ -15,7 +15,8 @@ _steps = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 
 
 class UnfitBody(BadParameter):
-    """A body that does not match its route, with the place of the error. `kind` is FastAPI's name for the error."""
+    """Raised for a body that does not match its route, with the place of the error. `kind` is FastAPI's name for the
+    error."""
 
     def __init__(self, place: str, why: str, kind: str = "value_error") -> None:
         super().__init__(Code.MALFORMED, place, why)
@@ -25,7 +26,8 @@ class UnfitBody(BadParameter):
 def write_refusal(refusal: Refused) -> tuple[int, bytes]:
     """Return the status and body of a refusal, in FastAPI's form.
 
-    For an unfit body the status is 422, with the place of the error. For any other refusal, `detail` is its message.
+    For an unfit body the status is 422, and `detail` includes the place of the error. For any other refusal, `detail`
+    is its message.
     """
     why = limits.in_short(refusal.why)
     if not isinstance(refusal, BadParameter):
@@ -38,8 +40,8 @@ def write_refusal(refusal: Refused) -> tuple[int, bytes]:
 def write_batch_refusal(refusal: Refused) -> tuple[int, bytes]:
     """Return the status and body of a refusal from `/batch`.
 
-    Some trainers read any JSON from `/batch` as a batch, and others check its `status` for an error, so the body has
-    both.
+    Some trainers read any JSON from `/batch` as a batch, and others check the JSON's `status` for an error, so the body
+    has both a null `batch` and a `status`.
     """
     why = limits.in_short(refusal.why)
     return refusal.status, _encode({"detail": why, "status": "error", "message": why, "batch": None})

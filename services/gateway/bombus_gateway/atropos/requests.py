@@ -18,9 +18,10 @@ _Folder = Annotated[str, Meta(max_length=limits.CHECKPOINT_DIR_CHARACTERS)]
 
 
 class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer sends to `/register`. `batch_size` is in sequences.
+    """What a trainer sends to `/register`. `batch_size` counts sequences.
 
-    A `max_token_len` of 0 or less means no limit. With a `num_steps` of -1, each environment uses its own number.
+    A `max_token_len` of 0 or less means no limit. With a `num_steps` of -1, each environment uses its own number of
+    steps.
     """
 
     wandb_group: _Name
@@ -36,7 +37,7 @@ class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
 class EnvironmentRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment sends to `/register-env`.
 
-    `min_batch_allocation` is the smallest share of each batch that the environment asks for, from 0 to 1.
+    `min_batch_allocation` is the smallest share of each batch that the environment wants, from 0 to 1.
     """
 
     max_token_length: _Whole
@@ -66,9 +67,10 @@ def read_environment(body: bytes) -> EnvironmentRegistration:
 
 
 def read_environment_id(body: bytes, query: str | None = None) -> int:
-    """Return the id of an environment, from the body, or from `env_id` in the query if there is no body.
+    """Return an environment's id: from the body, or from `env_id` in the query if there is no body.
 
-    Atropos's environments send a body with a GET, which many clients and proxies cannot do. Raises `UnfitBody`.
+    Atropos's environments send a body with a GET, which many clients and proxies cannot do. Raises `UnfitBody` for an
+    invalid id.
     """
     if body.strip() or query is None:
         return decode_at(_named, body or b"{}").env_id
@@ -76,8 +78,8 @@ def read_environment_id(body: bytes, query: str | None = None) -> int:
 
 
 def read_after(query: str | None) -> int | None:
-    """Return the number of the last batch that a trainer has, or None if the query does not say. Raises `UnfitBody` for
-    an invalid number."""
+    """Return the number of the last batch that a trainer has, or None if the query does not give it. Raises `UnfitBody`
+    for an invalid number."""
     return None if query is None else _number("after", query, "the last batch that you have, or 0")
 
 

@@ -1,7 +1,7 @@
 """Read the bodies of `/scored_data` and `/scored_data_list` as records of rollout groups.
 
-JSON is packed group by group, so lists are in memory for only one group at a time. A large group is packed row by row,
-so that no single step blocks the interpreter, and other requests with it, for long.
+JSON is packed group by group, so only one group's lists are in memory at a time. A large group is packed row by row, so
+that no single step blocks the interpreter, and with it other requests, for long.
 """
 
 import struct
@@ -105,7 +105,8 @@ def read_scored_data(body: bytes) -> RolloutGroup:
 
 
 def read_scored_data_list(body: bytes) -> tuple[RolloutGroup, ...]:
-    """Read several groups, or refuse all of them. Raises `UnfitBody`, and `Refused` TOO_LARGE for too many groups."""
+    """Read several groups, or refuse all of them. Raises `UnfitBody` for an invalid group, and `Refused` TOO_LARGE for
+    too many groups."""
     items = decode_at(_lists, body)
     if len(items) > limits.TRAJECTORY_GROUPS:
         why = (
@@ -151,7 +152,8 @@ class _Rows(Generic[_RowT]):
 
 
 class _ByRow:
-    """A group with the fields of `_Group`, whose arrays are decoded row by row. Raises `UnfitBody`."""
+    """A group with the fields of `_Group`, whose arrays are decoded row by row. Raises `UnfitBody` for an invalid
+    body."""
 
     def __init__(self, body: bytes, place: str) -> None:
         text = self.text = decode_at(_texts, body, place)
@@ -267,8 +269,8 @@ def _beside(rows: _Floats | None, lengths: Sequence[int], place: str) -> PackedF
 def _advantages(rows: _Floats | None, lengths: Sequence[int], place: str) -> tuple[PackedFloats | None, bytes]:
     """Return advantages, and the lengths of their rows if these differ from the lengths of the sequences.
 
-    They may differ because some of Atropos's environments send one advantage per turn, for trainers that expect this
-    form.
+    The lengths may differ because some of Atropos's environments send one advantage per turn, for trainers that expect
+    this form.
     """
     if rows is None:
         return None, b""
@@ -306,7 +308,8 @@ def _whole(number: float, place: str, least: int) -> int:
 def _teacher(
     rows: _Group | _ByRow, lengths: Sequence[int], place: str
 ) -> tuple[PackedCandidates | None, PackedCandidates | None]:
-    """Return a teacher's candidates for each token, and their logprobs. If both are given, their counts must match."""
+    """Return a teacher's candidates for each token, and the candidates' logprobs. If both are given, their counts must
+    match."""
     ids = logprobs = None
     tokens_at, logprobs_at = within(place, "distill_token_ids"), within(place, "distill_logprobs")
     if rows.distill_token_ids is not None:
@@ -337,7 +340,7 @@ def _kept_texts(given: _KeptText, place: str) -> dict[str, Any]:
 
 
 def _text(raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_TextT]", place: str) -> bytes:
-    """Check that JSON fits the decoder's type. Return it unchanged, or b"" for null."""
+    """Check that JSON fits the decoder's type, and return it unchanged, or b"" for null."""
     text = bytes(raw)
     if text == b"null":
         return b""

@@ -24,12 +24,12 @@ _Logprobs: TypeAlias = Mapping[int, float]  # by token id; the sampled or given 
 
 
 class VllmRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for samples. The prompt of `asked` is empty if the prompt is given as `text`.
+    """A request for samples. If the prompt is given as `text`, the prompt of `asked` is empty.
 
     With `logprobs`, the answer contains tokens and their logprobs, with `asked.sampling.top_logprobs` alternatives for
     each token; otherwise it contains only text. If `streamed`, the answer is a single line in which each text is the
     prompt followed by the sample. Texts are empty unless `decoded`. Decoded texts contain special tokens only if
-    `with_specials`, and end with the stop text if `with_stop`.
+    `with_specials`, and end with the stop text only if `with_stop`.
     """
 
     asked: SampleRequest
@@ -45,8 +45,8 @@ class VllmRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ScoredPrompt(msgspec.Struct, frozen=True):
     """The text of a prompt and, if requested, the logprobs of its tokens and the likeliest tokens at each position.
 
-    `logprobs` (float32) and `top` have an entry for each token. The entries of tokens that were not scored are NaN and
-    padding. A prompt of one token has no scores.
+    `logprobs` (float32) and `top` have an entry for each token. For tokens that were not scored, `logprobs` has NaN and
+    `top` has padding. A prompt of one token has no scores.
     """
 
     text: str

@@ -33,8 +33,8 @@ _SET_BY_REQUEST = "the request's own chat_template_kwargs say how much the model
 class Admitted(msgspec.Struct, frozen=True):
     """An admitted call's engine, the engine's job, the job's text model, and the call's open episode.
 
-    `constrains` is true if the request asks for structured output and a replica of the engine supports that. In a run
-    of training operations, `sampler` names the weights that the episode's calls sample from.
+    `constrains` is true if the request asks for structured output and one of the engine's replicas supports it. In a
+    run of training operations, `sampler` names the weights that the episode's calls sample from.
     """
 
     engine: EngineState
@@ -58,12 +58,12 @@ class Admitted(msgspec.Struct, frozen=True):
 
     @property
     def characters_max(self) -> int:
-        """The maximum number of characters in a prompt. In a body with no more bytes than this, characters need not be
-        counted."""
+        """The maximum number of characters in a prompt. If a body has no more bytes than this, its characters need not
+        be counted."""
         return CHARACTERS_FOR_A_TOKEN * self.tokens_max
 
     def check_characters(self, request: CompletionRequest) -> None:
-        """Raise `InvalidField` PROMPT_TOO_LONG if there is more text than the model's context can hold. Call this
+        """Raise `InvalidField` PROMPT_TOO_LONG if the text is longer than the model's context can hold. Call this
         before encoding the text.
 
         Tools are counted as JSON, because templates write them that way.
@@ -82,8 +82,8 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """Admits requests on the basis of the folded log: `check_episode` before the body is read, `admit` for the whole
-    request."""
+    """Admits requests on the basis of the folded log: `check_episode` before the body is read, `admit` once the whole
+    request is known."""
 
     def __init__(self, follower: Follower, models: EngineModels) -> None:
         self._follower = follower
@@ -98,7 +98,8 @@ class Admission:
         return _is_over(self._follower.hive.engine(engine), run, episode)
 
     async def admit(self, request: CallRequest) -> tuple[CallRequest, Admitted]:
-        """Return the request with its thinking options settled according to the job, and the state that the call needs.
+        """Return the request, with its thinking options resolved according to the job, and the state that the call
+        needs.
 
         Raises `Refused` unless the call may be made now.
         """
@@ -115,7 +116,8 @@ class Admission:
         return _with_thinking(request, job, model), admitted
 
     async def _engine(self, claims: KeyClaims) -> EngineState:
-        """Return the engine of an open episode. Wait a moment if the episode has only just been claimed."""
+        """Return the engine of an open episode. If the episode may only just have been claimed, wait a moment for its
+        claim."""
         state = self._follower.hive.engine(claims.engine)
         check_not_over(state, claims)
         if claims.episode in state.open:
@@ -162,7 +164,8 @@ def check_storage(hive: Hive) -> None:
 
 
 def check_not_over(engine: EngineState, claims: KeyClaims) -> None:
-    """Raise `Refused` EPISODE_OVER if a key's episode is known to be over. The log itself is the final check (R18)."""
+    """Raise `Refused` EPISODE_OVER if a key's episode is known to be over. The authoritative check is made by the log
+    (R18)."""
     if not _is_over(engine, claims.run, claims.episode):
         return
     if engine.run > claims.run or engine.phase == Phase.OFFLINE:
@@ -180,7 +183,7 @@ def _is_over(engine: EngineState, run: int, episode: str) -> bool:
 
 
 def check_variables(request: CompletionRequest, job: RunConfig) -> None:
-    """Raise `InvalidField` if the request sets chat template variables and the job does not allow it."""
+    """Raise `InvalidField` if the request sets chat template variables but the job does not allow this."""
     if request.chat_template_kwargs and not job.rollout.allow_chat_template_kwargs:
         raise InvalidField(
             Code.UNSUPPORTED,

@@ -1,4 +1,4 @@
-"""Checks a replica's frames before they are used, so that an answer that does not fit its request is never recorded."""
+"""Checks a replica's frames before they are used, so that no answer that does not fit its request is ever recorded."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -16,9 +16,9 @@ ENDED = -1
 
 
 class WrongAnswer(ReplicaGone):
-    """Raised when a replica's answer cannot be an answer to its request.
+    """Raised when what a replica sent cannot be an answer to the request.
 
-    `of_replica` is false if the request named an adapter, whose weights may be to blame.
+    `of_replica` is false if the request named an adapter, since the adapter's weights may then be to blame.
     """
 
     def __init__(self, why: str, of_replica: bool) -> None:
@@ -27,7 +27,7 @@ class WrongAnswer(ReplicaGone):
 
 
 class AnswerCheck:
-    """Checks the frames of one answer, in order. `newest` returns the engine's newest version."""
+    """Checks the frames of one answer, in order. `newest` is a function that returns the engine's newest version."""
 
     def __init__(self, request: Generate, vocabulary: int, newest: Callable[[], int]) -> None:
         self._request = request

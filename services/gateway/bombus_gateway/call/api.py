@@ -1,7 +1,7 @@
 """The interfaces that an API implements to offer model calls in its dialect, and the route that serves them.
 
 A dialect turns the body of a request into a `CompletionRequest`, and the answer into bytes. Everything else is the same
-for all dialects: keys, limits, retries, records, keep-alives, disconnects.
+for all dialects: keys, limits, retries, records, keep-alives, and the handling of disconnects.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ class ResponseEncoder(Protocol):
         ...
 
     def beat(self) -> bytes:
-        """Return an event without content, to keep a slow stream alive. A comment is not enough, as some clients ignore
-        it."""
+        """Return an event without content, to keep a slow stream alive. A comment would not be enough, as some clients
+        ignore comments."""
         ...
 
     def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
@@ -66,7 +66,7 @@ class ResponseEncoder(Protocol):
 
 
 class ParsedRequest(NamedTuple):
-    """A request as its dialect has read it. `encoder` creates the encoder for its answer.
+    """A request as read by its dialect. `encoder` creates the encoder for its answer.
 
     `role` and `auxiliary_call` are what the harness reveals about the calling agent: see `CallRequest`. `prefix` is the
     beginning of the body, which need not be read again for the conversation's next request.
@@ -86,10 +86,10 @@ class Dialect(ErrorEncoder, Protocol):
     def name(self) -> bytes: ...
 
     def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
-        """Read a request whose body begins with the prefix `before`. Raises `Refused` if the request is malformed.
+        """Read a request whose body begins with the prefix `before`. Raises `Refused` if the request is malformed, and
+        `AnotherList` if its body has to be read without the prefix.
 
-        Raises `AnotherList` if the body has to be read without the prefix. A dialect whose bodies are not conversations
-        is never given a prefix.
+        A dialect whose bodies are not conversations is never given a prefix.
         """
         ...
 
@@ -136,8 +136,8 @@ class _CallRoute:
                 call.sent()
 
     async def _recorded(self, request: CallRequest, response: Responder) -> RecordedAnswer | None:
-        """Return the recorded answer to a retry, or None if there is none. This may wait for an earlier attempt to
-        end."""
+        """Return the recorded answer to a retry, or None if there is none. This may have to wait until an earlier
+        attempt has ended."""
         if not request.retry:
             return None
 
@@ -150,8 +150,8 @@ class _CallRoute:
     async def read(
         self, headers: HeaderMap, receive: Receive
     ) -> tuple[CallRequest, Callable[[AnswerHead], ResponseEncoder]]:
-        """Return a request whose episode key is valid, and a factory for its answer's encoder. Raises `Refused` for any
-        other request."""
+        """Return the request, and a factory for its answer's encoder. Raises `Refused` if the request is invalid or its
+        episode key is."""
         received_ns = time.time_ns()
         self._calls.check_ready()
         claims = self._guard.verify(episode_key(headers), received_ns)
@@ -197,7 +197,7 @@ class _CallRoute:
 
 
 def _retry(count: bytes) -> int:
-    """Return how often a request was sent before. A count that is not a number of up to two digits counts as 1."""
+    """Return how often a request was sent before. Any count other than a number of one or two digits is taken as 1."""
     return int(count) if count.isdigit() and len(count) <= 2 else int(bool(count))
 
 
@@ -207,7 +207,7 @@ def _named_role(headers: HeaderMap) -> str:
 
 def _within_total(request: CompletionRequest, headers: HeaderMap) -> CompletionRequest:
     """Return the request with the client's limit on prompt and answer together, if the headers set one. An invalid
-    number is ignored."""
+    limit is ignored."""
     total = headers.get(b"x-bombus-total-tokens", b"")
     if not (total.isdigit() and len(total) <= limits.TOTAL_TOKENS_DIGITS):
         return request
@@ -259,7 +259,7 @@ class _Answer:
         await self._send(closing + encoder.end(call.usage), more=False)
 
     async def replay(self, recorded: RecordedAnswer, stream: bool) -> None:
-        """Send the recorded answer in the form that this request wants: complete, or as a stream."""
+        """Send the recorded answer in the form that this request wants: in one piece, or as a stream."""
         encoder = self._encoder
         if not stream:
             write = partial(encoder.whole, recorded.completions, recorded.usage)
@@ -282,9 +282,9 @@ class _Answer:
         return await self._workers.run(self._request.claims.episode, NUMBER_BYTES * numbers, write)
 
     async def _beat(self) -> float:
-        """If nothing was sent for `BEAT_S`, send the waiting events and an event without content.
+        """If nothing has been sent for `BEAT_S`, send the waiting events and an event without content.
 
-        Return the seconds until the next check.
+        Return the number of seconds until the next check.
         """
         silent_s = time.monotonic() - self._sent_s
         if silent_s < BEAT_S:
@@ -299,7 +299,7 @@ class _Answer:
 
 
 class _Beats:
-    """Calls `beat` repeatedly while the block runs, starting `BEAT_S` after the block began.
+    """A context manager that calls `beat` repeatedly while the block runs, starting `BEAT_S` after the block began.
 
     `beat` returns the seconds until its next call, or None for `BEAT_S`. Nearly all blocks end before the first call,
     so no task is created until then.

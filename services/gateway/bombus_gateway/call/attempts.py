@@ -1,9 +1,9 @@
 """Matches a numbered retry to the earlier attempt that it repeats (R9).
 
-Sub-agents send equal requests, so the bytes alone do not show which request is being retried. The retry's number helps:
-attempt number k repeats an attempt with a smaller number, and each attempt is repeated only once. If several attempts
-still match, `RequestAttempt.rank` determines which is chosen, and the retry may get the answer to another agent's equal
-request.
+Sub-agents send identical requests, so the bytes alone do not show which request is being retried. The retry's number
+helps: attempt number k repeats an attempt with a smaller number, and each attempt is repeated only once. If several
+attempts still match, `RequestAttempt.rank` determines which of them is chosen, and the retry may get the answer to
+another agent's identical request.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ ATTEMPTS_MAX = 32  # per request; attempts in progress are kept even beyond that
 
 
 class RequestAttempt(msgspec.Struct, eq=False):
-    """One attempt at a request, with the client's `retry` number. `sent` is true once the attempt's whole answer has
-    been sent."""
+    """One attempt at a request. `retry` is the number that the client gave it, and `sent` is true once the attempt's
+    whole answer has been sent."""
 
     retry: int
     ended: asyncio.Future[None]
@@ -31,7 +31,7 @@ class RequestAttempt(msgspec.Struct, eq=False):
 
     @property
     def rank(self) -> int:
-        """The order in which attempts are matched to a retry, lowest first.
+        """The attempt's place in the order in which attempts are matched to a retry, lowest first.
 
         An unsent answer comes first, then a refusal, then a sent answer, which may have been lost in transit. A call in
         progress comes last, as its client is still waiting.
@@ -56,7 +56,7 @@ class RequestAttempts:
     def repeated(self, request: CallRequest, is_continued: Callable[[CallRef], bool]) -> RequestAttempt | None:
         """Return the attempt that a retry repeats, renumbered as this retry, or None if no such attempt is known.
 
-        An attempt whose answer was continued is never returned: the client has received that answer.
+        An attempt is never returned if its answer has been continued, since the client must have received that answer.
         """
         known = [each for each in self._of.get(request.key, ()) if each.retry < request.retry]
         earlier = [each for each in known if each.ref is None or not is_continued(each.ref)]

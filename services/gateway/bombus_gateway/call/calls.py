@@ -1,5 +1,4 @@
-"""A model call from its request to its record: where the answer is generated, and how the call reaches the log (R9,
-R10)."""
+"""A model call from request to record: where the answer is generated, and how the call reaches the log (R9, R10)."""
 
 import asyncio
 import logging
@@ -68,8 +67,8 @@ class HungUp(BombusError):
 class AnswerHead(msgspec.Struct, frozen=True):
     """What is known about an answer before its first token.
 
-    `id` is the call's id, `prompt` the prompt's tokens (int32), `choices` the number of choices, and `overridden` names
-    what was requested but not applied.
+    `id` is the call's id, `prompt` is the prompt's tokens (int32), `choices` is the number of choices, and `overridden`
+    names what was requested but not applied.
     """
 
     id: str
@@ -125,7 +124,7 @@ class Calls:
 
     @asynccontextmanager
     async def open(self, request: CallRequest) -> AsyncIterator["Call"]:
-        """Admit and plan a call, and keep it open for the block, which reads its `deltas` and then `record`s it.
+        """Admit and plan a call, and keep it open for the block, which reads its `deltas` and then calls `record`.
 
         A call is recorded as cut off if it fails in the block because its client hung up (`HungUp`), because its
         replica is gone (`ReplicaGone`), or because it took longer than the limit. Raises `Refused` if the call may not
@@ -169,7 +168,7 @@ class Calls:
         return prompt.count
 
     def _check_episode_bytes(self, conversation: Conversation, episode: str) -> None:
-        """Raise `Refused` TOO_LARGE if an episode's calls have used up the episode's room in the log."""
+        """Raise `Refused` TOO_LARGE if an episode's calls have used up the room in the log that an episode may take."""
         stored, limit = conversation.stored_bytes, self.settings.episode_mb_max << 20
         if stored >= limit:
             raise Refused(
@@ -179,7 +178,7 @@ class Calls:
             )
 
     def hang_up(self) -> None:
-        """Abort all open calls because the gateway is stopping. They are recorded as cut off."""
+        """Abort all open calls, because the gateway is stopping. The calls are recorded as cut off."""
         for call in self.opened:
             call.hang_up()
 
@@ -201,9 +200,9 @@ class Calls:
         """Return the attempt that a retry repeats, with its answer, or None if there is no answer and the call has to
         be resampled.
 
-        This waits for an attempt in progress, and notifies the coordinator of a stored call that was not acknowledged.
-        Attempts at other gateways are known only from the log: any answer that no call continues may belong to such an
-        attempt.
+        This waits for an attempt in progress, and notifies the coordinator of a stored call whose notification was not
+        acknowledged. Attempts at other gateways are known only from the log: any answer that no call continues may
+        belong to such an attempt.
         """
         conversation = self.histories.conversation(request.claims)
         attempt = self.attempts.repeated(request, conversation.is_call_continued)
@@ -270,7 +269,8 @@ class Call:
     _stored_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Reserve capacity before anything is generated (R9). Raises `Refused` OVERLOADED or TOO_LARGE."""
+        """Reserve capacity before anything is generated (R9). Raises `Refused`: OVERLOADED if there is no room, and
+        TOO_LARGE if the call's record might not fit into the log."""
         plan, calls = self.plan, self.calls
         self._start_over()
         sampled = plan.sampling.max_tokens * self.request.completion.n
@@ -301,11 +301,11 @@ class Call:
         return Usage(self.plan.prompt.count, sampled, self.cached_tokens, reasoned)
 
     async def deltas(self) -> AsyncIterator[list[tuple[Completion, CompletionDelta]]]:
-        """Generate, and yield the deltas that may be sent as they arrive.
+        """Generate the answer, and yield the deltas as soon as they may be sent.
 
-        If a replica fails, another one takes over, unless something was already yielded to a client that streams. A
-        replica that lacks the call's adapter has to load it. Raises `Refused` NO_REPLICA if there is no replica,
-        `ReplicaGone` if it is too late for another replica, and `HungUp` after `hang_up`.
+        If a replica fails, another one takes over, unless something has already been yielded to a client that streams.
+        A replica that lacks the call's adapter is made to load it. Raises `Refused` NO_REPLICA if no replica is
+        available, `ReplicaGone` if a replica fails too late for another to take over, and `HungUp` after `hang_up`.
         """
         failures = loads = 0
         while True:
@@ -345,8 +345,8 @@ class Call:
     async def record(self, status: CallStatus = CallStatus.COMPLETE) -> None:
         """Store the call and notify the coordinator. The last byte of the answer may be sent only after this (R9).
 
-        A call has only one record. If storing is retried, the same record is resent, whatever the call's status is by
-        then, because the log drops a second record with the same id.
+        A call has only one record. If storing is retried, the same record is resent, even if the call's status has
+        changed by then, because the log drops a second record with the same id.
         """
         if self._made is None:
             self._made = self._record(status)
@@ -382,7 +382,8 @@ class Call:
         """Notify the coordinator of the stored record. Raises `BusUnavailable` if the bus does not acknowledge the
         notification.
 
-        A retry of the request then resends the notification. It always has the same id, so it is accepted only once.
+        The notification is then resent when the client retries the request. It always has the same id, so it is
+        accepted only once.
         """
         assert self._stored is not None
         ref, record = self._stored
@@ -399,8 +400,8 @@ class Call:
         self._remember(ref, record)
 
     async def cut_off(self) -> None:
-        """Record the tokens sampled before the client or the replica was lost. They are kept for replay and never
-        trained on.
+        """Record the tokens sampled before the client or the replica was lost. These tokens are kept for replay and
+        never trained on.
 
         A call that was recorded as complete stays complete, even if its record is not acknowledged yet.
         """
@@ -480,7 +481,7 @@ class Call:
         return True
 
     def _feed(self, frame: Frame) -> tuple[Completion, CompletionDelta] | None:
-        """Feed a frame to its completion. Return None if the completion has already ended, for example at a stop
+        """Feed a frame to its completion. Return None if the completion had already ended, for example at a stop
         string."""
         assert not isinstance(frame, Fault | PromptScores)  # `Generation` raises faults, and no call requests scores
         completion = self.completions[frame.choice]
@@ -499,7 +500,8 @@ class Call:
         self._unfinished = request.n
 
     def _release_replica(self) -> None:
-        """Release the generation. Abort it if it is incomplete; a complete one leaves its connection for reuse."""
+        """Release the generation. An incomplete generation is aborted; a complete one leaves its connection for
+        reuse."""
         if self._generation is not None:
             if self._unfinished:
                 self._generation.abort("not needed any more")
@@ -507,7 +509,7 @@ class Call:
             self._generation = None
 
     def _check_size(self) -> None:
-        """Raise `Refused` TOO_LARGE if the call's record might not fit into the log. Called before sampling."""
+        """Raise `Refused` TOO_LARGE if the call's record might not fit into the log. Call this before sampling."""
         limit = self.calls.bus.publisher.message_bytes_max
         sampled = record_bytes(0, 0, self.plan.sampling.max_tokens * self.request.completion.n)
         size = len(encode_record(self._record(CallStatus.COMPLETE))) + sampled
@@ -571,7 +573,7 @@ class Call:
         )
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:
-        """Make this call available to later requests that continue it, and its answer to retries."""
+        """Make this call available to later requests that continue it, and its answer available to retries."""
         histories, prompt = self.calls.histories, self.plan.prompt
         conversation = histories.conversation(self.request.claims)  # cached again if the conversation was dropped
         conversation.add(ref, record, prompt.node, prompt.digest)

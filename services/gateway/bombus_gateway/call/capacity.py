@@ -21,8 +21,8 @@ _RECORD_BYTES = 2048  # all other fields, which have a fixed size
 
 
 def record_bytes(body_bytes: int, new_tokens: int, sampled_tokens: int) -> int:
-    """Return the maximum size of a call's record, given the bytes of its request and the numbers of its new and sampled
-    tokens."""
+    """Return the maximum size of a call's record, given the number of bytes in its request and the numbers of new and
+    sampled tokens."""
     return _RECORD_BYTES + 2 * body_bytes + 4 * new_tokens + (_BYTES_PER_SAMPLED_TOKEN + 8) * sampled_tokens
 
 
@@ -55,7 +55,8 @@ class CallCapacity:
 
     @contextmanager
     def open_sample(self, holder: str) -> Iterator[None]:
-        """Count an open request for samples while the block runs. Raises `Refused` OVERLOADED.
+        """Count an open request for samples while the block runs. Raises `Refused` OVERLOADED if too many requests are
+        open.
 
         A key has separate shares for samples and for its episodes' calls, so that many samples do not block its calls.
         """
@@ -84,9 +85,11 @@ class CallCapacity:
 
     @contextmanager
     def room(self, size: int, holder: str) -> Iterator[None]:
-        """Reserve room for the record of samples while the block runs. Raises `Refused` OVERLOADED or TOO_LARGE.
+        """Reserve room for the record of samples while the block runs. Raises `Refused`: OVERLOADED if there is no
+        room, and TOO_LARGE if the record might not fit into the log.
 
-        A block that fails has stored nothing: samples that wait for a replica reserve room at each of many attempts.
+        A block that fails has stored nothing, so its room is not counted as used. Samples that wait for a replica
+        reserve room anew at each of many attempts.
         """
         limit = self._bus.publisher.message_bytes_max
         if size > limit:

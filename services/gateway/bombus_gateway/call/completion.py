@@ -1,4 +1,5 @@
-"""One completion while it is generated: frames of tokens go in, deltas come out, and at the end a choice to record."""
+"""One completion while it is being generated: frames of tokens go in, deltas come out, and at the end a choice to
+record."""
 
 import logging
 from collections import deque
@@ -22,8 +23,8 @@ TOKEN_BYTES = 4  # size of a token id, and of a logprob
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token's logprob, as sent to clients. `start` is the offset of the token's text in characters; `top` contains
-    alternatives."""
+    """A token's logprob, as sent to clients. `start` is the offset of the token's text in characters, and `top`
+    contains alternatives to the token."""
 
     token: int
     logprob: float
@@ -32,16 +33,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionDelta(msgspec.Struct, frozen=True):
-    """What a portion of tokens yields: texts, tool calls, and the logprobs of tokens whose text may now be sent."""
+    """What a batch of tokens yields: texts, tool calls, and the logprobs of tokens whose text may now be sent."""
 
     deltas: list[Delta]
     logprobs: list[TokenLogprob]
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The tokens of a call. `completion` counts all choices; `cached` is the part of the prompt that was cached.
+    """The numbers of a call's tokens. `completion` counts all choices; `cached` counts the cached part of the prompt.
 
-    `reasoning` counts those tokens of `completion` that contain text of the model's reasoning.
+    `reasoning` counts those tokens of `completion` that contain text from the model's reasoning.
     """
 
     prompt: int
@@ -95,7 +96,7 @@ class Completion:
     def feed(self, frame: Tokens) -> CompletionDelta:
         """Add tokens. A stop string ends the completion at the token that completes the string.
 
-        If the request wants a single call, the first call ends the completion too.
+        If the request wants a single tool call, the first tool call ends the completion too.
         """
         if self._request.one_call and len(frame.tokens) > TOKEN_BYTES:
             return self._feed_singly(frame)
@@ -117,8 +118,8 @@ class Completion:
         return self._close(FinishReason.STOP if self._stream.stopped else reason, deltas)
 
     def replay(self, choice: Choice) -> list[CompletionDelta]:
-        """Feed a recorded choice. Its deltas have the same text and calls, but no alternative tokens, which are not
-        recorded."""
+        """Feed a recorded choice. The resulting deltas have the same text and tool calls, but no alternative tokens,
+        since these are not recorded."""
         deltas: list[CompletionDelta] = []
         for span in choice.spans:
             part = slice(4 * span.start, 4 * span.end)
@@ -180,8 +181,8 @@ class Completion:
         return CompletionDelta(deltas, logprobs)
 
     def _read(self, frame: Tokens, tokens: list[int]) -> tuple[str, int]:
-        """Decode token by token, to note where each token's text begins. Return (text that may be sent, tokens
-        used)."""
+        """Decode token by token, to note where each token's text begins. Return the text that may be sent, and how many
+        tokens were used."""
         logprobs = unpack_logprobs(frame.logprobs)
         out: list[str] = []
         for index, token in enumerate(tokens):
@@ -199,7 +200,7 @@ class Completion:
         add_span(self._spans, frame.version, used)
 
     def _feed_reader(self, text: str, last: bool = False) -> list[Delta]:
-        """Return the reader's deltas for a text. If the reader fails, return all text that it has held back.
+        """Return the reader's deltas for a text. If the reader fails, return all the text that it was holding back.
 
         A bug in parsing some model's tool calls must not lose sampled text.
         """

@@ -1,4 +1,4 @@
-"""Turns a client's demands on an answer's form into a constraint that an engine can enforce. Pure."""
+"""Turns a client's demands on the form of an answer into a constraint that an engine can enforce. Pure."""
 
 import json
 import re

@@ -59,7 +59,7 @@ class Responder:
             self._hung_up.remove_done_callback(hang_up)
 
     async def whole(self, body: bytes, headers: Iterable[HeaderPair] = (), status: int = 200) -> None:
-        """Send a complete JSON response, or only the JSON if white space was already sent."""
+        """Send a complete JSON response. If white space has already been sent, send only the JSON itself."""
         if not self._started:
             length = (b"content-length", str(len(body)).encode())
             await self._start(status, [JSON, length, *headers])
@@ -69,7 +69,7 @@ class Responder:
     async def space(self, headers: Iterable[HeaderPair] = ()) -> None:
         """Send white space, which may precede JSON, so that the client sees that its answer is in progress.
 
-        Once white space was sent, a failure can be reported only by closing the connection.
+        Once white space has been sent, a failure can be reported only by closing the connection.
         """
         if not self._started:
             await self._start(200, [JSON, *headers])
@@ -77,8 +77,8 @@ class Responder:
         await self._send({"type": "http.response.body", "body": b" ", "more_body": True})
 
     async def stream(self, events: bytes, headers: Iterable[HeaderPair] = (), more: bool = True) -> None:
-        """Send server-sent events. The first events begin the response. Until then, an error can still set the HTTP
-        status."""
+        """Send server-sent events. The first events begin the response; until they are sent, an error can still set the
+        HTTP status."""
         if not self._started:
             await self._start(200, [*SSE, *headers])
         self._ended = not more
@@ -87,8 +87,8 @@ class Responder:
     async def fail(self, error: Refused) -> None:
         """Report a failure, unless the response is already complete.
 
-        If white space was sent, nothing more is sent: the server then closes the connection before the end of the
-        response, so no client mistakes it for an answer.
+        If white space has been sent, nothing more is sent: the server then closes the connection before the end of the
+        response, so no client mistakes the white space for an answer.
         """
         if not self._started:
             headers = [(name.encode(), value.encode()) for name, value in ERROR_HEADERS.get(error.status, {}).items()]
@@ -102,7 +102,7 @@ class Responder:
 
 
 Responding = Callable[[HeaderMap, Receive, Responder], Awaitable[None]]
-"""Answers one request, given its headers, the channel that its body arrives on, and its responder. It may raise any
+"""Answers one request, given its headers, the channel on which its body arrives, and its responder. It may raise any
 error."""
 
 

@@ -22,7 +22,7 @@ _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class EngineModels:
-    """Caches text models by their options and their tokenizer's blob. The least recently used are dropped."""
+    """Caches text models by their options and their tokenizer's blob. The least recently used models are dropped."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -33,13 +33,13 @@ class EngineModels:
         self.formats: dict[str, tuple[int, ConversationFormat]] = {}  # by engine: its run, and its model's format
 
     def job(self, engine: EngineState) -> RunConfig:
-        """Return the configuration of the run. Raises `Refused` NO_CONFIG if there is none."""
+        """Return the run's configuration. Raises `Refused` NO_CONFIG if there is none."""
         if engine.active is None:
             raise Refused(Code.NO_CONFIG, f"Engine {engine.name} is not running a job.")
         return RunConfig.from_json(engine.active.config)
 
     async def text_model(self, engine: EngineState) -> TextModel:
-        """Return the tokenizer and renderer of the run.
+        """Return the run's tokenizer and renderer.
 
         Raises `Refused` while the model is loading, and `EngineFault` if its files cannot be used.
         """
@@ -85,7 +85,7 @@ def _options(config: RunConfig) -> TextOptions:
 
 
 def _loaded(files: dict[str, bytes], name: str, options: TextOptions) -> TextModel:
-    """Load a text model, including the cached properties that its first call needs."""
+    """Load a text model, and compute the cached properties that its first call needs."""
     model = TextModel(files, name, options)
     _ = (
         model.tokenizer.pieces,

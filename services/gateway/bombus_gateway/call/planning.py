@@ -1,5 +1,5 @@
-"""The plan of a call: the stored conversation that the call continues, its prompt as tokens, how long its answer may
-be, and how the answer is sampled."""
+"""The plan of a call: which stored conversation the call continues, its prompt as tokens, how long its answer may be,
+and how the answer is sampled."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -40,9 +40,9 @@ TRIED_MAX = 4  # maximum number of equal answers to try, as the template may be 
 class Prompt(msgspec.Struct, frozen=True):
     """The prompt of a call.
 
-    `tokens` is int32. Its last `tail` bytes are new; the bytes before them are the tokens of `node`. `messages` are the
-    messages that the conversation of `node` lacks, and `digest` covers all messages. A plain completion has neither
-    messages nor a digest.
+    `tokens` is int32. Its last `tail` bytes are new; the bytes before these are the tokens of `node`. `messages` are
+    the messages that the conversation of `node` lacks, and `digest` covers all messages. The prompt of a plain
+    completion has neither messages nor a digest.
     """
 
     tokens: bytes
@@ -64,7 +64,7 @@ class AnswerLimit(msgspec.Struct, frozen=True):
     reason: LengthLimit
 
     def reason_at(self, tokens: int) -> LengthLimit:
-        """Return which limit cut off an answer after `tokens` tokens: the replica's limit, if our own would have
+        """Return which limit cut off an answer after `tokens` tokens. It was the replica's limit if our own would have
         allowed more tokens."""
         return LengthLimit.REPLICA if tokens < self.tokens else self.reason
 
@@ -72,8 +72,8 @@ class AnswerLimit(msgspec.Struct, frozen=True):
 class CallPlan(msgspec.Struct, frozen=True):
     """The plan of a call. `answer_limit` applies to each choice; `overridden` names what was requested but not applied.
 
-    The engine enforces `constraint`, and `constrained` names the demands that the constraint meets. `masked` is true
-    for an auxiliary call if the job does not train on auxiliary calls.
+    The engine enforces `constraint`, and `constrained` names the client's demands that the constraint meets. `masked`
+    is true for an auxiliary call if the job does not train on auxiliary calls.
     """
 
     model: TextModel
@@ -89,7 +89,7 @@ class CallPlan(msgspec.Struct, frozen=True):
 async def plan_call(
     request: CallRequest, admitted: Admitted, conversation: Conversation, histories: Histories, workers: Workers
 ) -> CallPlan:
-    """Return a call's plan. The plan is made again if another call has meanwhile begun to continue the same answer.
+    """Return a call's plan. If another call has meanwhile begun to continue the same answer, the plan is made again.
 
     The plan is valid until the next await. Raises `Refused` if the prompt is too long, or if earlier turns cannot be
     read.
@@ -103,8 +103,8 @@ async def plan_call(
 
 
 async def _plan(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> CallPlan:
-    """Find the call that a request continues, and render the rest of the request's prompt, in a thread if it is
-    large."""
+    """Find the call that a request continues, and render the rest of the request's prompt. A large prompt is rendered
+    in a thread."""
     completion = request.completion
     prompt = await plan_prompt(request, admitted, histories, workers)
     answered = any(message["role"] == "assistant" for message in completion.messages)
@@ -152,11 +152,11 @@ async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histor
 
 
 async def _followed(request: CallRequest, histories: Histories, workers: Workers) -> Followed[Node]:
-    """Find the conversation that the messages of a request extend, in a thread if many of the messages are new.
+    """Find the conversation that a request's messages extend, in a thread if many of the messages are new.
 
-    An assistant's message that is not known here may have been sampled through another gateway. So the log is read
-    before the message is attributed to the harness, or matched with an answer that merely has the same words. Raises
-    `Refused` BUS_DOWN if the log cannot be read.
+    An assistant message that is not known here may have been sampled through another gateway. So the log is read before
+    the message is attributed to the harness, or matched with an answer that merely has the same words. Raises `Refused`
+    BUS_DOWN if the log cannot be read.
     """
     claims, completion = request.claims, request.completion
     conversation = histories.conversation(claims)
@@ -198,7 +198,8 @@ def _may_be_elsewhere(found: Followed[Node]) -> bool:
 def _extended_shortly(
     tools: Sequence[Mapping[str, Any]], renderer: TemplateRenderer, followed: Followed[Node]
 ) -> Prompt | None:
-    """Extend a long conversation by rendering a short part of it, which is quick. Return None if that is impossible."""
+    """Extend a long conversation by rendering only a short part of it, which is quick. Return None if that is
+    impossible."""
     if followed.last is None or renderer.decodes_history or not renderer.is_tried:
         return None
     messages = renderer.adapted(followed.messages, followed.outline)
@@ -247,7 +248,7 @@ def answer_limit(
     The job's max_prompt_length limits a prompt without answers (`is_first`). Later prompts contain answers too, and are
     limited only by max_model_len and the model's context. `answered_tokens` were sampled earlier in the same
     conversation; the job's max_response_length limits all of the conversation's answers together. Raises `InvalidField`
-    PROMPT_TOO_LONG.
+    PROMPT_TOO_LONG if the prompt exceeds a limit.
     """
     rollout = admitted.job.rollout
     if is_first and prompt_tokens > rollout.max_prompt_length:
@@ -332,7 +333,7 @@ def answer_constraint(
 def sampling_params(
     admitted: Admitted, request: CompletionRequest, limit: AnswerLimit
 ) -> tuple[SamplingParams, tuple[str, ...]]:
-    """Return how the request's tokens are drawn, and the names of its parameters that are not obeyed. Pure.
+    """Return how the request's tokens are drawn, and the names of the request's parameters that are not obeyed. Pure.
 
     Raises `InvalidField` for parameters that the job refuses.
     """

@@ -1,4 +1,4 @@
-"""Decides whether a client's sampling parameters are obeyed, overridden by the job's values, or refused. Pure.
+"""Determines whether a client's sampling parameters are obeyed, overridden by the job's values, or refused. Pure.
 
 In training episodes, tokens must be drawn from the policy being trained, so parameters that bias the draw are obeyed
 only if the job allows it (`rollout.sampling`). In evaluation episodes, all parameters are obeyed.
@@ -88,7 +88,7 @@ def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType
 def why_unconstrained(rollout: RolloutConfig, type: EpisodeType, can_constrain: bool) -> str:
     """Return, as a clause, why the engine does not enforce a client's demands on an answer, or "" if it does.
 
-    As with a biasing parameter, constrained tokens are not drawn from the policy's own distribution.
+    Like a biasing parameter, a constraint keeps tokens from being drawn from the policy's own distribution.
     """
     if type == EpisodeType.TRAIN and rollout.sampling != "obey":
         return _FREE_IN_TRAINING
@@ -101,9 +101,9 @@ def seed_of_episode(seed: int, episode: str) -> int:
 
 
 def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType) -> tuple[str, ...]:
-    """Return the names of a request's unsupported parts that are ignored, in characters safe for a header.
+    """Return the names of a request's unsupported parts that are ignored, in characters that are safe in a header.
 
-    Parts of the conversation come first. Raises `InvalidField` if the job refuses such parts.
+    Parts of the conversation come first. Raises `InvalidField` if the job refuses any of the unsupported parts.
     """
     if not request.unsupported:
         return ()
@@ -121,7 +121,8 @@ def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeTy
 def _biasing(sampling: RequestedSampling, job_temperature: float) -> tuple[str, ...]:
     """Return the names of the parameters that would draw tokens from a distribution other than the policy's.
 
-    A temperature does not count, as logprobs are computed at that temperature, unless it is too small for that.
+    A temperature does not count, since logprobs are computed at that temperature, unless it is too small for them to
+    be.
     """
     temperature = job_temperature if sampling.temperature is None else sampling.temperature
     if _biases_of(sampling) == _NO_BIASES:

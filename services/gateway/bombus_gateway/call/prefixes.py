@@ -15,16 +15,16 @@ _GOES_ON = re.compile(rb"[ \t\n\r]*+[,\]]")
 
 
 def memory_of_values(json: bytes, start: int = 0, end: int | None = None) -> int:
-    """Estimate the memory that the values in JSON take besides its text. Even a list of three bytes becomes an object.
-    Raised if a whole body has to be read: it is invalid after the prefix, or the prefix belongs to another list."""
+    """Estimate the memory that the values in JSON take in addition to its text. Even a list of three bytes becomes an
+    object."""
     return VALUE_BYTES * sum(json.count(mark, start, end) for mark in (b"[", b"{", b","))
 
 
 class BodyPrefix(NamedTuple):
     """The parsed beginning of a body, up to the end of an item in the list that contains its conversation.
 
-    The list begins at `start`, after the bracket; its first `items` items end at `end`, and `read` is their parsed
-    value. A prefix without items fits every body.
+    The list begins at `start`, after the bracket. Its first `items` items end at `end`, and `read` is the parsed value
+    of these items. A prefix without items fits every body.
     """
 
     start: int = 0
@@ -33,7 +33,8 @@ class BodyPrefix(NamedTuple):
     read: Any = None
 
     def work_bytes(self, body: bytes) -> int:
-        """Return how many unparsed bytes would take as long to read as this body, whose prefix is already parsed."""
+        """Return the work of reading this body, whose prefix is already parsed, as the number of unparsed bytes that
+        would take as long to read."""
         spared = self.end - self.start
         return len(body) - spared + spared // SPARED_PER_READ
 
@@ -42,11 +43,12 @@ NOTHING_READ = BodyPrefix()
 
 
 class AnotherList(Exception):
-    """Raised if a whole body has to be read: it is invalid after the prefix, or the prefix is of another list."""
+    """Raised if a whole body has to be read, because it is invalid after the prefix or the prefix belongs to another
+    list."""
 
 
 class EarlierBody(NamedTuple):
-    """A body that was sent to a route, and its parsed beginning `prefix`.
+    """A body that was sent to a route, with its parsed beginning `prefix`.
 
     `hashed` is the hash state after the route and the bytes of the prefix; `taken_bytes` is roughly the memory taken by
     the values read.
@@ -91,7 +93,7 @@ def nothing_of(route: bytes) -> EarlierBody:
 
 
 class EarlierBodies:
-    """The latest bodies of one episode that were read. Safe to use from several threads."""
+    """The latest bodies that were read for one episode. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._bodies: list[EarlierBody] = []  # never mutated, only replaced

@@ -57,7 +57,8 @@ class AdapterAnswer:
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> None:
-        """Wait until the adapter is loaded. Raises `Refused` with the replica's reason, or `ReplicaGone`."""
+        """Wait until the adapter is loaded. Raises `Refused` with the replica's reason if it cannot be loaded, or
+        `ReplicaGone` if the replica does not answer."""
         await self._done
 
     @property
@@ -111,7 +112,8 @@ class Generation:
         self._may_retry = False
 
     async def send(self) -> None:
-        """Send the request on an idle connection if there is one, or on a new one. Raises `ReplicaGone`."""
+        """Send the request on an idle connection if there is one, or else on a new one. Raises `ReplicaGone` if the
+        replica cannot be reached."""
         connection = self._client.idle_connection(self._address)
         self._may_retry = connection is not None
         self._connection = connection or await self._client.connect(self._address)
@@ -121,7 +123,7 @@ class Generation:
         """Wait for frames and return those that have arrived, or an empty list if the answer is complete.
 
         Tokens of the same choice and version that arrived together are joined into one frame. Raises `ReplicaGone`,
-        including for a frame that fails its check, and `Refused` for a request that every replica would refuse.
+        also for a frame that fails its check, and `Refused` for a request that every replica would refuse.
         """
         while not self._frames and not self._complete:
             if self._failure:
@@ -293,15 +295,15 @@ def _parts_of(url: str) -> tuple[Address, str, str]:
 
 
 class ReplicaClient:
-    """Keeps connections to all replicas that have been used. `key` is the key with which gateways identify themselves
-    to replicas."""
+    """A client with connections to all replicas that have been used. `key` is the key with which gateways identify
+    themselves to replicas."""
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._idle: defaultdict[Address, list[_Connection]] = defaultdict(list)
 
     async def generate(self, url: str, request: Generate, check: Callable[[Frame], None]) -> Generation:
-        """Send a request to the replica at `url`. Raises `ReplicaGone` when it cannot be reached.
+        """Send a request to the replica at `url`. Raises `ReplicaGone` if it cannot be reached.
 
         `check` (an `AnswerCheck`) raises `ReplicaGone` for a wrong frame in the answer.
         """
@@ -311,9 +313,10 @@ class ReplicaClient:
         return generation
 
     async def load_adapter(self, url: str, adapter: str, folder: str) -> None:
-        """Have the replica at `url` load an adapter, and wait until it is loaded. The replica may already have it.
+        """Have the replica at `url` load an adapter, and wait until it is loaded. The replica may have loaded it
+        already.
 
-        Raises `Refused` with the replica's reason, or `ReplicaGone`.
+        Raises `Refused` with the replica's reason, or `ReplicaGone` if the replica cannot be reached.
         """
         body = msgspec.json.encode({"address": adapter, "folder": folder})
         address, message = self._post(url, "/adapters", "application/json", body)

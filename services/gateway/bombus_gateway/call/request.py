@@ -33,7 +33,8 @@ class PromptTooLong(InvalidField):
 
 
 class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client wants tokens to be drawn. The defaults leave the choice to the job; `call/policy.py` decides."""
+    """How a client wants tokens to be drawn. The defaults leave the choice to the job; `call/policy.py` determines what
+    applies."""
 
     temperature: float | None = None
     top_p: float = 1.0
@@ -55,7 +56,7 @@ def requested_top_p(given: float | None) -> float:
 
 
 class Unsupported(NamedTuple):
-    """An unsupported part of a request. `field` is its name on the wire, `why` a human-readable clause.
+    """An unsupported part of a request. `field` is its name on the wire, and `why` is a human-readable clause.
 
     `is_content` is true for a part of the conversation that the model would not see, such as an image.
     """
@@ -66,7 +67,7 @@ class Unsupported(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """A client's demand on an answer's form: JSON that matches `schema`, or only calls of `tools`.
+    """A client's demand on the form of an answer: JSON that matches `schema`, or only calls of `tools`.
 
     `field` is the demand's name on the wire. If `once` is true, there must be exactly one call.
     """
@@ -78,18 +79,19 @@ class Demand(NamedTuple):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to sample answers to `messages` if `chat` is true, and otherwise continuations of `prompt`.
+    """A request to sample answers to `messages` if `chat` is true, and otherwise to sample continuations of `prompt`.
 
-    A prompt is text, in which special tokens are written by name, or token ids. `n` completions are sampled; each ends
-    at one of `stops` or `stop_token_ids`, or at one of the model's own stop tokens. `parse_tool_calls`: search the
-    answer for calls of `tools`. `stream`: send text as it arrives. `chat_template_kwargs` are variables of the model's
-    chat template, which override the job's. `thinking` is translated into such variables if the template has them.
-    `continues` is the id of an earlier call in the episode, whose conversation precedes `messages`. `answers` maps
-    places in `messages` to the ids of earlier calls whose answers belong there.
+    A prompt is either text, in which special tokens are written by name, or token ids. `n` completions are sampled;
+    each ends at one of `stops` or `stop_token_ids`, or at one of the model's own stop tokens. If `parse_tool_calls` is
+    true, the answer is searched for calls of `tools`. If `stream` is true, text is sent as it arrives.
+    `chat_template_kwargs` are variables of the model's chat template, which override the job's. `thinking` is
+    translated into such variables if the template has them. `continues` is the id of an earlier call in the episode,
+    whose conversation precedes `messages`. `answers` maps places in `messages` to the ids of earlier calls whose
+    answers belong there.
 
     `demands` are met if the engine can enforce them. `one_call` is the name of the field, if any, that requires an
-    answer to end after its first call. `unsupported` lists what else was requested; the job determines whether to
-    refuse or ignore it. `length_field` is the name on the wire of the field that sets `max_tokens`.
+    answer to end after its first call. `unsupported` lists what else was requested; the job determines whether it is
+    refused or ignored. `length_field` is the name on the wire of the field that sets `max_tokens`.
 
     Raises `Refused` for too many messages, completions or unsupported parts, and for invalid template variables.
     """
@@ -139,10 +141,10 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion request with its metadata: its episode's key, and how it arrived.
 
     `digest` covers the route and the body, so a retry has the same digest. `retry` is how often, according to the
-    client, this request was sent before. `read_bytes` is the work of reading the body, in bytes: fewer than
-    `body_bytes` if the body's beginning was already parsed. `role` names the agent within its episode. `auxiliary_call`
-    is the purpose of a call that the harness makes for itself, such as a title for the session, and is empty for all
-    other calls.
+    client, this request was sent before. `read_bytes` is the work of reading the body, expressed in bytes: it is less
+    than `body_bytes` if the body's beginning was already parsed. `role` names the agent within its episode.
+    `auxiliary_call` is the purpose of a call that the harness makes for itself, for example to get a title for the
+    session, and is empty for all other calls.
     """
 
     claims: KeyClaims

@@ -57,8 +57,8 @@ class Upstream:
         self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica's URL and adapter: one call loads it for all
 
     async def run(self) -> None:
-        """Until cancelled, abort the calls on replicas that have left the hive, and report replicas that answer
-        wrongly.
+        """Abort the calls on replicas that have left the hive, and report replicas that answer wrongly, until
+        cancelled.
 
         A connection alone does not show that a replica has left: if the process hangs or its machine is unreachable,
         the connection stays open.
@@ -69,7 +69,8 @@ class Upstream:
             await self._report()
 
     async def _report(self) -> None:
-        """Report the replicas that have answered wrongly. Reports that the bus does not accept are resent next time."""
+        """Report the replicas that have answered wrongly. If the bus does not accept a report, it is resent next
+        time."""
         for place, report in list(self._reports.items()):
             with suppress(BusUnavailable):
                 await self._inbox.send(report)
@@ -111,9 +112,9 @@ class Upstream:
         raise Refused(Code.NO_REPLICA, f"{why}; try again in a moment")
 
     async def load_adapter(self, engine: str, replica: str, address: str, folder: str) -> None:
-        """Load an adapter on a replica that reported it missing.
+        """Load an adapter on a replica that has reported the adapter missing.
 
-        Raises `Refused` with the replica's reason, or `ReplicaGone`.
+        Raises `Refused` with the replica's reason, or `ReplicaGone` if the replica cannot be reached.
         """
         found = self._follower.hive.engine(engine).replicas.get(replica)
         if found is None:
@@ -198,7 +199,7 @@ def dropped_too_often(adapter: str) -> Refused:
 
 
 def able(engine: EngineState, request: Generate) -> dict[str, Replica]:
-    """Return the replicas that may answer a request, and that can enforce its constraint if it has one."""
+    """Return the replicas that may answer a request and that can enforce its constraint, if it has one."""
     found = fitting(engine, request.episode)
     if request.constraint is None:
         return found
@@ -206,7 +207,8 @@ def able(engine: EngineState, request: Generate) -> dict[str, Replica]:
 
 
 def best(candidates: dict[str, Replica], running: Counter[str], episode: str) -> tuple[str, Replica]:
-    """Return the episode's home by rendezvous hashing, or the least busy replica if the home is full or much busier."""
+    """Return the episode's home (found by rendezvous hashing), or the least busy replica if the home is full or much
+    busier."""
     home = max(candidates, key=lambda name: _affinity(name, episode))
     least_busy = min(candidates, key=lambda name: running[name] / max(1, candidates[name].capacity))
     full = running[home] >= candidates[home].capacity

@@ -28,7 +28,7 @@ class Workers:
     async def run(
         self, turn: str, request_bytes: int, work: Callable[[], T], inline_bytes: int = INLINE_BYTES_MAX
     ) -> T:
-        """Return the result of `work`. It runs directly for a small request, and in a thread for a large one.
+        """Return the result of `work`, which is run directly for a small request, and in a thread for a large one.
 
         `turn` is the episode of the request, or `CLIENTS`.
         """

@@ -24,7 +24,7 @@ ReadT = TypeVar("ReadT")
 
 
 class ReadItems(NamedTuple, Generic[BodyT, ReadT]):
-    """A body that was read. Its own list has only the new items; `items` is the result of reading all items.
+    """A body that was read. The list in `body` contains only the new items; `items` is the result of reading all items.
 
     `unknown` lists the unknown fields. `prefix` is the part with which the conversation's next body may begin.
     """
@@ -36,10 +36,10 @@ class ReadItems(NamedTuple, Generic[BodyT, ReadT]):
 
 
 class ItemReader(Generic[BodyT, ReadT]):
-    """Reads the bodies of a route in which the field `name` is a list of items.
+    """Reads the bodies sent to a route, in which the field `name` is a list of items.
 
     `read` is called with the result for the earlier items (or None), the new items, and the number of the first new
-    item. It returns the result for all items, and must not mutate its arguments, which requests share.
+    item. It returns the result for all items. It must not mutate its arguments, since requests share them.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class ItemReader(Generic[BodyT, ReadT]):
         return BodyPrefix(start, at, before.items + len(items), read)
 
     def _start(self, body: bytes, first: bytes) -> int:
-        """Return the offset of the first item, or 0 unless exactly one place looks like the start of this item."""
+        """Return the offset of the first item, or 0 unless exactly one place in the body looks like the start of this
+        item."""
         places = [place.end() for place in self._opening.finditer(body) if body.startswith(first, place.end())]
         return places[0] if len(places) == 1 else 0

@@ -66,7 +66,8 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = 
 
 
 def repaired(body: bytes) -> bytes:
-    """Replace unpaired surrogate halves in a body with U+FFFD, like `decode_body`. The length does not change."""
+    """Replace unpaired surrogate halves in a body with U+FFFD, as `decode_body` does. The body's length does not
+    change."""
     escaped = "surrogateescape"  # preserves bytes that are not UTF-8
     return _without_halves(body.decode(errors=escaped)).encode(errors=escaped)
 
@@ -133,7 +134,7 @@ def unknown_parts(field: str, given: Any, known: Collection[str]) -> list[Unsupp
 
 
 def thinking_of_effort(field: str, effort: Any) -> tuple[RequestedThinking | None, list[Unsupported]]:
-    """Return the thinking requested by an `effort` field in OpenAI's APIs, and the field's unsupported values."""
+    """Return the thinking requested by an `effort` field in OpenAI's APIs, and any unsupported values of the field."""
     if effort is None:
         return None, []
     if effort == NO_EFFORT:
@@ -149,7 +150,7 @@ def field_names(kind: type[msgspec.Struct]) -> set[str]:
 
 
 def checked_arguments(arguments: str, place: str) -> str:
-    """Return arguments without unpaired surrogate halves, which cannot be rendered.
+    """Return a call's arguments without unpaired surrogate halves, which cannot be rendered.
 
     Arguments that are not JSON are returned unchanged, to be rendered as text. Raises `BadParameter` if they are nested
     too deeply.
@@ -168,12 +169,13 @@ def checked_arguments(arguments: str, place: str) -> str:
 
 
 def arguments_of_text(text: str) -> str:
-    """Return the arguments for a free-text tool, which is shown to the model as a function with one argument."""
+    """Return the arguments for a free-text tool. Such a tool is shown to the model as a function with one argument."""
     return msgspec.json.encode({FREE_TEXT: text}).decode()
 
 
 def stop_strings(given: Sequence[str], param: str) -> tuple[str, ...]:
-    """Return the texts that end an answer. Raises `BadParameter` if there are too many, or one is empty or too long."""
+    """Return the texts that end an answer. Raises `BadParameter` if there are too many, or if one is empty or too
+    long."""
     if len(given) > limits.STOPS or any(not text or len(text) > limits.STOP_CHARACTERS for text in given):
         why = f"{param} takes up to {limits.STOPS} texts of 1 to {limits.STOP_CHARACTERS} characters."
         raise BadParameter(Code.MALFORMED, param, why)
@@ -219,9 +221,9 @@ def demand_of_json(field: str, schema: Any) -> Demand:
 def demand_of_calls(
     field: str, tools: Sequence[Mapping[str, Any]], wanted: Sequence[Any] | None, *, once: bool = False
 ) -> Asked:
-    """Return the demand that an answer call one of the `wanted` functions, or any of `tools` if `wanted` is None.
+    """Return the demand that an answer call one of the `wanted` functions or, if `wanted` is None, any of `tools`.
 
-    Returns an `Unsupported` if there is no such function.
+    If there is no such function, return an `Unsupported` instead.
     """
     known = tuple(dict.fromkeys(tool["function"]["name"] for tool in tools))
     names = known if wanted is None else tuple(name for name in known if name in wanted)

@@ -1,4 +1,4 @@
-"""Caches the results of reading parts of bodies and texts, such as the tools, which every request of a job repeats."""
+"""Caches the results of reading parts of bodies and texts, such as the tools, which every request in a job repeats."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -13,10 +13,10 @@ PartT = TypeVar("PartT")
 
 
 class RememberedParts(Generic[KeyT, PartT]):
-    """Reads parts of bodies or of texts, and caches the result for each. Safe to use from several threads.
+    """Reads parts of bodies or of texts, and caches the result for each part. Safe to use from several threads.
 
-    Requests share the results, so they must not be mutated. There are two generations: when the recent generation is
-    full, it replaces the older one, which is dropped.
+    Requests share the results, so the results must not be mutated. The cache has two generations: when the recent
+    generation is full, it replaces the older one, which is dropped.
     """
 
     def __init__(self, read: Callable[[KeyT], PartT], size_max: int = SIZE_MAX) -> None:

@@ -8,7 +8,7 @@ _REST = bytes(byte for byte in range(256) if byte not in b'[]{},:"')
 
 
 def is_flat(text: bytes, depth: int = DEPTH) -> bool:
-    """Return whether JSON has too few brackets to be nested deeper than `depth`. This is true of most bodies."""
+    """Return whether JSON has too few brackets to be nested deeper than `depth`. This is true for most bodies."""
     return text.count(b"[") + text.count(b"{") <= depth
 
 

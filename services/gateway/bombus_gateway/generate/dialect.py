@@ -32,7 +32,7 @@ from bombus_gateway.operations_wire.sampling import SampleRequest
 
 
 class GenerateDialect:
-    """The dialect of `/generate`. Bodies in vLLM's form have `prompt`; those in SGLang's form have `input_ids` or
+    """The dialect of `/generate`. Bodies in vLLM's form have a `prompt`; those in SGLang's form have `input_ids` or
     `text`."""
 
     name = b"generate"
@@ -89,7 +89,7 @@ def _completion(asked: SampleRequest, text: str, logprobs: bool, adapter: str = 
 
 
 class GenerateEncoder:
-    """What both forms have in common: an answer is sent whole, with the recorded tokens."""
+    """The base class of both forms' encoders. An answer is sent in one piece, with the recorded tokens."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
@@ -142,7 +142,7 @@ class SglangEncoder(GenerateEncoder):
 
 
 def _sampled(completion: Completion) -> SampledTokens:
-    """Return the recorded tokens. The stop token has no text, so it gets an empty tuple of alternatives."""
+    """Return a completion's recorded tokens. The stop token has no text, so it gets an empty tuple of alternatives."""
     choice = completion.choice()
     top = [each.top for each in completion.logprobs]
     if top:

@@ -1,4 +1,5 @@
-"""`/generate` for one engine. With an episode's key, it is a model call; requests with other keys go to another app."""
+"""`/generate` for one engine. A request with an episode's key is a model call; requests with other keys go to another
+app."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 

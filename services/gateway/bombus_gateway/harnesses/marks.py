@@ -1,4 +1,5 @@
-"""Determines which of a harness's agents makes a call, and whether it is an auxiliary call of the harness. Pure."""
+"""Determines which of a harness's agents is making a call, and whether the call is an auxiliary call of the harness.
+Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ CODEX_TURN = b"x-codex-turn-metadata"
 
 
 class Marks(NamedTuple):
-    """The agent that makes a call, and the call's purpose.
+    """Which agent makes a call, and for what purpose.
 
     `role` names the agent within its episode and is empty for the main agent. `auxiliary_call` is the purpose of an
     auxiliary call that the harness makes, such as `title`, and is empty for all other calls.
@@ -50,8 +51,8 @@ def marks_of(
     server_tools: Sequence[str] = (),
     answer: frozenset[str] | None = None,
 ) -> Marks:
-    """Return a call's marks. The role of an auxiliary call is the sub-agent that makes it or, if there is none, the
-    call's purpose.
+    """Return a call's marks. The role of an auxiliary call is the sub-agent that makes the call or, if no sub-agent
+    makes it, the call's purpose.
 
     `server_tools` are the types of the tools that the server would run, which are not in `completion.tools`. If the
     answer must be JSON, `answer` contains the field names; it is None if the answer may be any text.
@@ -64,10 +65,10 @@ def marks_of(
 
 
 def _subagent(headers: HeaderMap) -> str:
-    """Return the name of the sub-agent according to a harness's headers, or "" for the main agent.
+    """Return the name that a harness's headers give to the sub-agent, or "" for the main agent.
 
-    Claude Code gives each sub-agent an id, Codex a separate thread in the session, and opencode a session with a
-    parent.
+    Claude Code gives each sub-agent an id, Codex gives it a separate thread in the session, and opencode gives it a
+    session with a parent.
     """
     thread, session = headers.get(b"thread-id", b""), headers.get(b"session-id", b"")
     of_codex = thread if session and thread != session else b""

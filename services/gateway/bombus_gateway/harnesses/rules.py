@@ -12,10 +12,10 @@ class AuxiliaryCallRule(NamedTuple):
     """The conditions for one kind of auxiliary call that a harness makes. A call is of this kind if it meets all
     conditions.
 
-    `header` is the name of a header, and `request_kind` the kind in Codex's turn metadata. `system` is the start of the
-    first system message, and `user` contains sentences in the last user message. If the answer must be JSON, `answer`
-    contains its field names, and is empty for any JSON. `only_tool` is the start of the type of the only tool, which
-    the server would run.
+    `header` is the name of a header, and `request_kind` is the kind in Codex's turn metadata. `system` is the start of
+    the first system message, and `user` contains sentences in the last user message. If the answer must be JSON,
+    `answer` contains the names of its fields; it is empty if any JSON is accepted. `only_tool` is the start of the type
+    of the only tool, which the server would run.
 
     Each rule has a `header`, `request_kind` or `system`, so that most calls are ruled out quickly.
     """

@@ -1,4 +1,4 @@
-"""An index of the answers sampled in an episode, by their content. Pure.
+"""An index, by content, of the answers sampled in an episode. Pure.
 
 The cost of a look-up depends on the length of the given message, not on how many answers were sampled after the same
 conversation.
@@ -12,7 +12,7 @@ from bombus_gateway.text.message import ChatMessage
 
 
 class Sampled(Protocol):
-    """An answer that was sampled. `name` consists of its call's id and its choice's number.
+    """An answer that was sampled. `name` consists of the id of its call and the number of its choice.
 
     `digest` covers the conversation including the answer (`Answers.digest_with`).
     """
@@ -34,7 +34,7 @@ AnswerT = TypeVar("AnswerT", bound=Sampled)
 
 
 class Answers(Generic[AnswerT]):
-    """Answers, in the order of the log, by the digest of the conversation after which each was sampled."""
+    """Answers in the order of the log, indexed by the digest of the conversation after which each was sampled."""
 
     def __init__(self) -> None:
         self._after: dict[bytes, list[AnswerT]] = {}
@@ -46,7 +46,7 @@ class Answers(Generic[AnswerT]):
     def add(self, before: bytes, message: ChatMessage, made: Callable[[bytes], AnswerT]) -> AnswerT:
         """Add an answer that was sampled after the conversation with digest `before`, and return it.
 
-        `made` makes it of its digest (`digest_with`).
+        `made` creates the answer from its digest (`digest_with`).
         """
         exact, words = next_digest(before, message), words_digest(before, words_of(message), message)
         same = self._in_words.setdefault(words, [])
@@ -60,10 +60,10 @@ class Answers(Generic[AnswerT]):
         return answer
 
     def digest_with(self, before: bytes, message: ChatMessage) -> bytes:
-        """Return the digest of the conversation with digest `before` extended by one message.
+        """Return the digest of the conversation with digest `before`, extended by one message.
 
-        Answers with the same words share the digest of the first such answer. So the answers sampled after any of them
-        are found, whichever of them an echo is matched with.
+        Answers with the same words share the digest of the first such answer. So whichever of them an echo is matched
+        with, the answers that were sampled after any of them are found.
         """
         words = words_digest(before, words_of(message), message) if message["role"] == "assistant" else b""
         same = self._in_words.get(words)
@@ -74,7 +74,7 @@ class Answers(Generic[AnswerT]):
         return self._after.get(before, ())
 
     def with_ids(self, before: bytes, ids: Sequence[str]) -> list[AnswerT]:
-        """Return the answers whose calls have all of these ids. Without ids, return none."""
+        """Return the answers whose calls have all of these ids. If no ids are given, return no answers."""
         found = self._by_id.get((before, ids[0]), ()) if ids else ()
         return [answer for answer in found if _has(answer, ids)]
 
@@ -82,9 +82,9 @@ class Answers(Generic[AnswerT]):
         """Return the answers that a message may echo.
 
         If the message names an answer (`answer_of`) whose call ids or words match, only this answer is returned.
-        Otherwise the answers with the message's call ids are returned or, failing that, those with its words. The
-        arguments of calls may be formatted differently. Answers with exactly the same white space are preferred to
-        others with the same words.
+        Otherwise the answers with the message's call ids are returned or, failing that, those with its words; the
+        arguments of calls may be formatted differently. Among answers with the same words, those with exactly the same
+        white space are preferred.
         """
         ids = call_ids(echo)
         claimed = self._by_name.get((before, echo["answer_of"])) if "answer_of" in echo else None
@@ -103,7 +103,7 @@ class Answers(Generic[AnswerT]):
         return next(filter(None, fitting), named)
 
     def _is_like(self, answer: AnswerT, before: bytes, echo: ChatMessage, stops: Collection[str]) -> bool:
-        """Return whether all of an echo's calls belong to this answer, or the echo has the answer's words."""
+        """Return whether all of an echo's calls belong to this answer, or the echo has the same words as the answer."""
         ids = call_ids(echo)
         has_ids = bool(ids) and _has(answer, ids)
         return has_ids or answer in self._in_other_spaces(before, echo, stops)

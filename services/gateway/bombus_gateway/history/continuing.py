@@ -1,4 +1,4 @@
-"""Requests that name earlier calls of their episode instead of repeating their conversations or answers.
+"""Requests that name earlier calls of their episode instead of repeating those calls' conversations or answers.
 
 The conversations are rebuilt from the log: each record has the messages that its parent's conversation lacks.
 """
@@ -22,8 +22,8 @@ _NO_ANSWER = "Call {!r} has no chat answer to continue: it was cut off, or it is
 
 
 class _Earlier(msgspec.Struct, frozen=True):
-    """The messages that a choice of a call adds to the conversation that the call continues (`parent`). The last
-    message is the choice's answer."""
+    """The messages that one choice of a call adds to the conversation that the call continues (`parent`). The last of
+    them is the choice's answer."""
 
     messages: tuple[ChatMessage, ...]
     characters: int
@@ -32,7 +32,7 @@ class _Earlier(msgspec.Struct, frozen=True):
 
 
 class EarlierCalls:
-    """Finds earlier calls. Caches the conversations that requests continued by naming a call, dropping the least
+    """Finds earlier calls. Caches the conversations that requests have continued by naming a call, and drops the least
     recently used."""
 
     def __init__(self, histories: Histories) -> None:
@@ -44,7 +44,7 @@ class EarlierCalls:
         """Return the request, preceded by the conversation that it continues, with the answers that it names filled in.
 
         A leading system message in that conversation is left out, since it instructed only the earlier request. Raises
-        `InvalidField` UNKNOWN_CALL, and `Refused` if the log cannot be read.
+        `InvalidField` UNKNOWN_CALL if a named call is not known, and `Refused` if the log cannot be read.
         """
         if request.completion.answers:
             request = await self._answered(request)

@@ -1,4 +1,4 @@
-"""An episode as a tree of messages, used to find the stored conversation that a request extends. Pure."""
+"""An episode as a tree of messages, for finding the stored conversation that a request extends. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -20,7 +20,7 @@ WALKS = 4  # maximum number of remembered requests, so that this many agents in 
 
 
 class Node(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A conversation that ends with a sampled message, stored as its difference from the conversation it continues
+    """A conversation that ends with a sampled message, stored as its difference from the conversation that it continues
     (`parent`).
 
     `prompt_tail` and `completion` are int32; the completion starts at token `completion_at`. `sampled` counts the
@@ -55,8 +55,8 @@ class Node(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def tokens(self) -> bytes:
-        """All tokens of the conversation (int32), joined on each access: stored in each node, they would take quadratic
-        memory."""
+        """All tokens of the conversation (int32). They are joined on each access: stored in each node, they would take
+        quadratic memory."""
         pieces: list[bytes] = []
         node: Node | None = self
         while node is not None:
@@ -71,7 +71,7 @@ class Node(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class _Walk(NamedTuple):
-    """A matched request, kept because in a linear conversation each request begins with the previous request's
+    """A matched request. It is kept because in a linear conversation each request begins with the previous request's
     messages."""
 
     root: bytes
@@ -84,7 +84,7 @@ class _Walk(NamedTuple):
 class Conversation:
     """The calls of one episode, as far as this gateway knows them.
 
-    `bodies` are the bodies of the latest requests for these calls. They count toward the conversation's memory.
+    `bodies` are the bodies of the latest requests for these calls. These bodies count toward the conversation's memory.
     """
 
     def __init__(self) -> None:
@@ -102,13 +102,13 @@ class Conversation:
 
     @property
     def memory_bytes(self) -> int:
-        """Roughly the memory that the conversation takes. It is never 0, even without calls."""
+        """Roughly the memory that the conversation takes. The value is never 0, even without calls."""
         walks = sum(walk.memory_bytes for walk in self._walks)
         return _OVERHEAD_BYTES + self._calls_bytes + walks + self.bodies.memory_bytes
 
     @property
     def known(self) -> int:
-        """The number of known answers plus the number of known calls without an answer. It never decreases."""
+        """The number of known answers plus the number of known calls without an answer. This sum never decreases."""
         return len(self._by_call)
 
     def knows(self, ref: CallRef) -> bool:
@@ -144,8 +144,8 @@ class Conversation:
     ) -> Followed[Node] | None:
         """Return the same result as `follow`, by continuing where the match of an earlier request stopped.
 
-        Returns None if that is impossible, or if the messages after those of the earlier request take more memory than
-        `memory_bytes_max`.
+        Returns None if that is impossible, or if the messages that follow those of the earlier request take more memory
+        than `memory_bytes_max`.
         """
         stops, walks = tuple(stops), self._walks
         walk = self._walk_to(root, messages, stops)
@@ -159,16 +159,17 @@ class Conversation:
     def _gone_on(self, walk: _Walk, messages: Sequence[ChatMessage]) -> Followed[Node] | None:
         """Continue matching where an earlier request stopped. Return None if that finds no further answer.
 
-        The request then has to be matched from the start. This may now prefer a different answer among several equal
-        ones.
+        The request then has to be matched from the start. Among several equal answers, this may now prefer a different
+        one.
         """
         followed = follow(self, walk.root, messages, walk.stops, walk.followed)
         return None if followed.count == walk.followed.settled.count else followed
 
     def _remember(self, walks: list[_Walk], before: _Walk | None, new: _Walk) -> None:
-        """Remember a request in place of the request `before` that it continues.
+        """Remember a request in place of the earlier request (`before`) that it continues.
 
-        Do nothing if the walks have changed since `walks` was read, as large requests are matched in threads.
+        Do nothing if the walks have changed since `walks` was read, which can happen because large requests are matched
+        in threads.
         """
         if self._walks is walks:
             self._walks = [*(each for each in walks if each is not before), new][-WALKS:]
@@ -197,8 +198,8 @@ class Conversation:
         self._walks = []
 
     def begin_continuing(self, node: Node) -> None:
-        """Mark an answer as continued until `end_continuing`, so that the next request is matched with a different,
-        equal answer.
+        """Mark an answer as continued until `end_continuing`, so that the next request is matched with another answer
+        that is equal to it.
 
         Once the call is recorded, the answer stays marked.
         """
@@ -224,7 +225,8 @@ class Conversation:
         return longest
 
     def add(self, ref: CallRef, record: CallRecord, parent: Node | None, before: bytes) -> None:
-        """Add a recorded call that continues `parent`. `before` is the digest of all messages before its answer."""
+        """Add a recorded call that continues `parent`. `before` is the digest of all messages before the call's
+        answer."""
         if self.knows(ref):
             return
         # A call that was cut off has no answer to continue.
@@ -248,7 +250,7 @@ class Conversation:
             self.answers.setdefault(record.request_digest, []).append(ref)
 
     def _unknown(self, node: Node | None) -> Iterator[Node]:
-        """Yield a node and the nodes that it continues, up to the first node whose call is known here."""
+        """Yield a node and the nodes that it continues, stopping at the first node whose call is known here."""
         while node is not None and not self.knows(node.ref):
             yield node
             node = node.parent
@@ -267,7 +269,7 @@ class Conversation:
 
 
 def _node(ref: CallRef, index: int, record: CallRecord, parent: Node | None, digest: bytes) -> Node:
-    """Return the node of a choice of a call that continues `parent`. `digest` covers the whole conversation."""
+    """Return the node for one choice of a call that continues `parent`. `digest` covers the whole conversation."""
     choice, message = record.choices[index], record.choices[index].message
     return Node(
         ref,
@@ -290,7 +292,8 @@ def _walked(
     followed: Followed[Node],
     before: _Walk | None,
 ) -> _Walk:
-    """Return the walk to remember for a request whose match continued the match of `before`, if there is one."""
+    """Return the walk to remember for a request. If its match continued the match of an earlier walk, `before` is that
+    walk."""
     settled = followed.settled
     given, taken = messages[: settled.given], settled.taken
     outline = followed.outline.extended(followed.messages, taken)

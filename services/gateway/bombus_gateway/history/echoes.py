@@ -1,8 +1,8 @@
-"""Finds the sampled answers in the messages of a request, even if their harness has rewritten them. Pure.
+"""Finds the sampled answers in the messages of a request, even if the harness has rewritten them. Pure.
 
-An answer is searched for only at the place where it was sampled: after the same messages. It is recognized by its call
-ids, which nearly all harnesses echo unchanged, or otherwise by its words. The echo is then replaced by the sampled
-message, because that is what the model wrote and is trained on.
+An answer is searched for only at the place where it was sampled, which is after the same messages. It is recognized by
+its call ids, which nearly all harnesses echo unchanged, or otherwise by its words. The echo is then replaced by the
+sampled message, because that is what the model wrote and is trained on.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,8 +34,8 @@ PARTS_MAX = 32  # maximum number of messages into which a harness may split an a
 class Echo(msgspec.Struct, frozen=True):
     """One answer as it appears in a request.
 
-    `message` joins the parts of the answer, `results` are the results of its calls that appear between these parts, and
-    `count` is the number of request messages that parts and results take up together.
+    `message` joins the parts of the answer, and `results` are the results of its calls that appear between these parts.
+    `count` is the number of request messages that the parts and results take up together.
     """
 
     message: ChatMessage
@@ -46,7 +46,7 @@ class Echo(msgspec.Struct, frozen=True):
 class Settled(msgspec.Struct, Generic[AnswerT], frozen=True):
     """The part of a match that does not depend on later messages. It covers the first `given` messages of a request.
 
-    These correspond to the first `taken` of the matched messages, of which the first `count` end with one of the
+    These correspond to the first `taken` of the matched messages. Among those, the first `count` end with one of the
     `candidates`.
     """
 
@@ -57,7 +57,7 @@ class Settled(msgspec.Struct, Generic[AnswerT], frozen=True):
 
 
 class Followed(msgspec.Struct, Generic[AnswerT], frozen=True):
-    """The messages of a request with its echoes replaced by the sampled answers, and the digest of each prefix.
+    """The messages of a request, with echoes replaced by the sampled answers, and the digest of each prefix of them.
 
     The first `count` messages end with the last answer that was found. If none was found, there is nothing to extend.
     `candidates` are the answers that this last answer may be, all with the same words, likeliest first. `doubt` is true
@@ -93,8 +93,8 @@ def follow(
     """Match the messages of a conversation that begins with `root` to the answers sampled after each of its prefixes.
 
     `stops` are the request's stop strings, because some harnesses append to an answer the stop string that ended it.
-    `before` is the match of an earlier request with the same root and stops, with whose settled messages this request
-    begins.
+    `before` is the match of an earlier request with the same root and stops; this request must begin with the earlier
+    request's settled messages.
     """
     before = before or _NOTHING
     settled = before.settled
@@ -137,8 +137,8 @@ def _echoed(
 
 
 def _first_id(messages: Sequence[ChatMessage], at: int) -> list[str]:
-    """Return a list of the first call id in the answer whose parts begin at `at`. The list is empty if there are no
-    calls."""
+    """Return the first call id, as a list, in the answer whose parts begin at `at`. The list is empty if the answer has
+    no calls."""
     parts = takewhile(lambda message: message["role"] == "assistant", messages[at : at + PARTS_MAX])
     return next((ids[:1] for part in parts if (ids := call_ids(part))), [])
 
@@ -147,8 +147,8 @@ def _turns(named: Sequence[Sampled], messages: Sequence[ChatMessage], at: int) -
     """Yield the ways to read the messages from `at` on as one answer: a single message, or several joined.
 
     Some harnesses write each part of an answer as a separate message, and some put the result of each call right after
-    it. The first ways yielded join messages by the call ids of one of the answers in `named`, all of which have the id
-    of the first call.
+    it. The first ways yielded join messages by the call ids of one of the answers in `named`, all of which contain the
+    first call id.
     """
     for held in {frozenset(ids): None for answer in named if len(ids := call_ids(answer.message)) > 1}:
         together = _held_together(messages, at, held)
@@ -163,7 +163,8 @@ def _turns(named: Sequence[Sampled], messages: Sequence[ChatMessage], at: int) -
 
 
 def _held_together(messages: Sequence[ChatMessage], at: int, ids: Collection[str]) -> Echo:
-    """Return the echo that joins the parts, from `at` on, of an answer with these call ids, and the results in between.
+    """Return the echo that joins the parts, from message `at` on, of an answer with these call ids, and the results
+    between the parts.
 
     A repeated id belongs to a later answer, since some models number the calls of each answer from 0. A message without
     calls also belongs to a later answer if there are results before it or right after it.

@@ -1,4 +1,5 @@
-"""The conversations of open episodes: cached, or read from the log if another gateway served them (R10)."""
+"""The conversations of open episodes. They are cached, and are read from the log if another gateway served them
+(R10)."""
 
 import asyncio
 import logging
@@ -26,8 +27,8 @@ _Key = tuple[str, int, str]  # (engine, run, episode)
 
 
 class Histories:
-    """A cache of conversations. If they take too much memory, the least recently used are dropped, as the log has all
-    of them.
+    """A cache of conversations. If they take too much memory, the least recently used are dropped: they can be read
+    again from the log.
 
     A dropped conversation to which a call still holds a reference is reused, so that an episode never has two.
     """
@@ -62,8 +63,8 @@ class Histories:
         return found
 
     def _drop_those_over(self) -> None:
-        """Drop the conversations of ended episodes once there are twice as many conversations as remained after the
-        last time."""
+        """Drop the conversations of ended episodes, once there are twice as many conversations as remained the last
+        time."""
         if len(self._conversations) < self._many:
             return
         for key in [key for key in self._conversations if self._is_over(*key)]:
@@ -72,8 +73,8 @@ class Histories:
         self._many = 2 * max(len(self._conversations), FEW // 2)
 
     def account_for(self, claims: KeyClaims) -> None:
-        """Update the recorded size of a key's conversation if the conversation is cached. Drop others while over the
-        limit."""
+        """Update the recorded size of a key's conversation if the conversation is cached. Drop other conversations
+        while the cache is over its limit."""
         key = _key(claims)
         found = self._conversations.get(key)
         if found is not None:
@@ -88,7 +89,7 @@ class Histories:
         self._counted[key] = now
 
     async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
-        """Add the calls in a key's episode that are in the log but not known here. Raises `Refused` if the log cannot
+        """Add those calls in a key's episode that are in the log but not known here. Raises `Refused` if the log cannot
         be read.
 
         Only one request per episode does this at a time. It reads a few calls at a time, so that other requests are not
@@ -116,8 +117,8 @@ class Histories:
     async def records(self, claims: KeyClaims, refs: Sequence[CallRef]) -> list[CallRecord]:
         """Return the records of these calls, checked against their digests.
 
-        Raises `Refused` BUS_DOWN if they cannot be read. Earlier turns are never re-rendered instead, since their
-        tokens could differ.
+        Raises `Refused` BUS_DOWN if the records cannot be read. Earlier turns are never re-rendered instead, since
+        their tokens could differ.
         """
         return [record for record, _ in await self._stored(claims, refs)]
 

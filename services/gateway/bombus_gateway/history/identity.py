@@ -29,8 +29,8 @@ def root_digest(
 ) -> bytes:
     """Return the digest with which a conversation's chain begins. It covers the tools and the template's variables.
 
-    Thus a conversation is continued only with the tools and variables with which it was rendered. `shared` means that
-    other requests use the same tool objects, whose digest is then computed only once.
+    A conversation is therefore continued only with the tools and variables with which it was rendered. `shared` means
+    that other requests use the same tool objects, so the digest of these is computed only once.
     """
     digest = b""
     if tools:
@@ -71,7 +71,7 @@ def next_digest(before: bytes, message: ChatMessage) -> bytes:
 
 
 def words_digest(before: bytes, words: str, message: ChatMessage) -> bytes:
-    """Return the digest of the conversation with digest `before`, followed by an answer's words and its calls."""
+    """Return the digest of the conversation with digest `before`, followed by an answer's words and tool calls."""
     return blake2b(before + _encode((words, named_calls(message))), digest_size=DIGEST_BYTES).digest()
 
 
@@ -106,7 +106,7 @@ def _normalized(arguments: str) -> bytes | str:
 
 
 def _whole(value: Any) -> Any:
-    """Return a JSON value with whole floats as integers: JavaScript harnesses echo 1.0 as 1."""
+    """Return a JSON value in which floats without a fraction are integers, since JavaScript harnesses echo 1.0 as 1."""
     if isinstance(value, dict):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):

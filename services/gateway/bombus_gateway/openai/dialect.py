@@ -40,6 +40,6 @@ class OpenAIDialect:
         return error_body(error, _PARAMETERS)
 
     def error_event(self, error: Refused) -> bytes:
-        """Return the event that reports an error. No [DONE] follows it: the answer is incomplete, and the SDK must
+        """Return the event that reports an error. No [DONE] follows it, since the answer is incomplete and the SDK must
         raise."""
         return event(error_body(error, _PARAMETERS))

@@ -1,8 +1,8 @@
 """The requests that OpenAI's SDK sends: decoded strictly, and converted to a neutral `CompletionRequest`. Pure.
 
 Parameters that do not affect sampling may have any value. A client may request sampling parameters; the job determines
-whether they are used. Unsupported and unknown parameters are listed as `unsupported`; the job determines whether to
-refuse or ignore them. Unknown fields in messages are always ignored.
+whether they are used. Unsupported and unknown parameters are listed as `unsupported`; the job determines whether they
+are refused or ignored. Unknown fields in messages are always ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -151,8 +151,7 @@ class CompletionBody(_Common, kw_only=True):
 
 
 class _Messages(NamedTuple):
-    """Messages in the form in which they are stored, compared and rendered, and those of their parts that are not
-    text."""
+    """Messages in the form in which they are stored, compared and rendered, and the parts of them that are not text."""
 
     messages: tuple[ChatMessage, ...] = ()
     left_out: tuple[Unsupported, ...] = ()
@@ -357,7 +356,8 @@ def _read_messages(before: _Messages | None, items: Sequence[bytes], at: int) ->
 
 
 def _message(found: _Message, place: str, left_out: list[Unsupported]) -> ChatMessage:
-    """Return a message with its text as content. The content is None only if the message has calls and no content."""
+    """Return a message with its text as content. The content is None only if the message has tool calls and no
+    content."""
     _check_role(found, place)
     if found.audio:
         left_out.append(Unsupported(f"{place}.audio", "only text and tool calls are understood", is_content=True))

@@ -137,8 +137,8 @@ class OpenAIEncoder:
 
 
 def _fingerprint(completions: Sequence[Completion]) -> str | None:
-    """Return a text with the oldest and newest policy versions that sampled an answer, or with a single number if they
-    are equal."""
+    """Return a text with the oldest and newest policy versions that sampled an answer, or with just one number if the
+    two are equal."""
     versions = set[int]().union(*(completion.versions for completion in completions))
     return "-".join(["bombus", *map(str, sorted({min(versions), max(versions)}))]) if versions else None
 
@@ -156,7 +156,8 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
 def _joined(completion: Completion, delta: CompletionDelta, numbers: Iterator[int]) -> list[dict[str, Any]]:
     """Return the deltas for a stream, with adjacent texts joined. If there are only logprobs, return one empty text.
 
-    `numbers` yields the numbers of the next calls, because a replayed completion already contains all its calls.
+    `numbers` yields the numbers of the next calls. The completion cannot give them, because a replayed completion
+    already contains all its calls.
     """
     out: list[dict[str, Any]] = []
     for part in delta.deltas:

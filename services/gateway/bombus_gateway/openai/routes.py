@@ -20,7 +20,7 @@ from bombus_gateway.openai.tokenizing import TokenRoutes
 
 
 class OpenAIAPI:
-    """The routes for one engine: `chat`, `completions`, `models` and the others are ASGI applications.
+    """The routes for one engine. `chat`, `completions`, `models` and the others are ASGI applications.
 
     `model` answers the paths below that of `models`, and `nothing` answers all other paths that OpenAI's clients may
     try. At the root (`any_engine`), the key determines the engine.
@@ -60,7 +60,7 @@ class OpenAIAPI:
         await response.whole(msgspec.json.encode({"object": "list", "data": [_model(name) for name in names]}))
 
     def _engines_of(self, headers: HeaderMap) -> Sequence[str]:
-        """Return the engines about which a key may ask. For an episode's key, this is only the episode's engine."""
+        """Return the engines that a key may ask about. For an episode's key, this is only the episode's engine."""
         if self._gateway.clients.refusal(headers.items()) is not None:
             return (self._agents.verify(episode_key(headers), time.time_ns()).engine,)
         return self._engines

@@ -101,8 +101,8 @@ def read_tokenize(body: bytes) -> tuple[TokenizeBody, CompletionRequest]:
 def _tokenized(
     admitted: Admitted, found: TokenizeBody, completion: CompletionRequest, body_bytes: int
 ) -> tuple[list[int], list[str] | None]:
-    """Return the tokens, and the text of each if requested. Raises `InvalidField` PROMPT_TOO_LONG if there are too
-    many."""
+    """Return the tokens, and the text of each token if requested. Raises `InvalidField` PROMPT_TOO_LONG if there are
+    too many tokens."""
     admitted.check_characters(completion)
     tokens = _tokens(admitted, completion, found.add_generation_prompt)
     decode = partial(admitted.model.tokenizer.decode, with_specials=True)
@@ -118,7 +118,7 @@ def _detokenized(admitted: Admitted, tokens: list[int]) -> str:
 
 
 def _tokens(admitted: Admitted, completion: CompletionRequest, generate: bool) -> list[int]:
-    """Return the tokens in the prompt of a call with these messages, or this text."""
+    """Return the tokens in the prompt of a call with these messages or this text."""
     model = admitted.model
     if isinstance(completion.prompt, str) and not completion.chat:
         return model.tokenizer.encode(completion.prompt)

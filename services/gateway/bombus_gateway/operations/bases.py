@@ -1,6 +1,6 @@
 """The names that the operator defines for training clients' bases: `--base NAME=PATH`.
 
-The log contains only paths, so a name can be given another path while existing models keep their base.
+The log contains only paths, so a name can be given to another path while existing models keep their base.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ class Bases:
     def names_of(self, engine: EngineState, may_configure: bool) -> list[str]:
         """Return the names of all bases on which a client could currently create a model on an engine.
 
-        A client that may configure a free engine may use any base. If the operator has named none, return the models
-        that need neither a folder nor a hub (`ready_made`).
+        A client that may configure a free engine may use any base. For such a client, if the operator has named no
+        base, return the models that need neither a folder nor a hub (`ready_made`).
         """
         served = base_names(engine)
         is_free = engine.phase == Phase.OFFLINE and is_replaceable(engine.configured)
@@ -47,8 +47,8 @@ class Bases:
 
 
 def base_names(engine: EngineState) -> tuple[str, ...]:
-    """Return the names for the base that an engine serves, or would serve if started: its job's model, then its own
-    name."""
+    """Return the names for the base that an engine serves, or would serve if started: first its job's model, then the
+    engine's own name."""
     configured = _configured(engine)
     return () if configured is None else (configured.model, engine.name)
 
@@ -69,6 +69,6 @@ def plain_job(base: str) -> RunConfig:
 
 
 def is_replaceable(job: EngineConfigured | None) -> bool:
-    """Return whether a job can be replaced without losing any setting but its base: it is None or was made by a
-    gateway."""
+    """Return whether a job can be replaced without losing any setting except its base, because it is None or was made
+    by a gateway."""
     return job is None or (job.model != "" and RunConfig.from_json(job.config) == plain_job(job.model))

@@ -7,7 +7,7 @@ from bombus_gateway.operations_wire.futures import FutureAnswer
 
 
 def names_in(body: bytes) -> frozenset[str]:
-    """Return the field names in a JSON object. Return none for any other body, which will be refused when it is
+    """Return the field names in a JSON object. Return no names for any other body; such a body is refused when it is
     decoded."""
     try:
         return frozenset(msgspec.json.decode(body or b"{}", type=dict[str, msgspec.Raw]))

@@ -13,8 +13,8 @@ _FoundT = TypeVar("_FoundT")
 
 
 async def catch_up(follower: Follower) -> None:
-    """Return once everything now on the log is folded here. Raises `BusUnavailable`, in which case clients ask
-    again."""
+    """Return once everything that is now on the log is folded here. Raises `BusUnavailable` if this takes too long;
+    clients then ask again."""
     try:
         await follower.caught_up(CATCH_UP_S)
     except TimeoutError:
@@ -23,9 +23,10 @@ async def catch_up(follower: Follower) -> None:
 
 
 async def found(follower: Follower, find: Callable[[], _FoundT]) -> _FoundT:
-    """Return the result of `find`. If `find` refuses because something is unknown or over, catch up and call it again.
+    """Return the result of `find`. If `find` refuses because something is unknown or over, catch up with the log and
+    call it again.
 
-    Raises what `find` raises, and `BusUnavailable`.
+    Raises whatever `find` raises, and the same errors as `catch_up`.
     """
     try:
         return find()

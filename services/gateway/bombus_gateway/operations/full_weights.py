@@ -24,7 +24,7 @@ def adapter_defaults(engine: EngineState) -> AdapterDefaults:
 
 
 def rate_defaults(engine: EngineState) -> RateDefaults:
-    """Return the learning rate, and its schedule if any, for steps whose client gives no rate."""
+    """Return the learning rate, and its schedule if any, for steps for which the client gives no rate."""
     job = job_of(engine)
     trainer = None if job is None else job.trainer
     if trainer is None or (trainer.lr_schedule == "constant" and not trainer.warmup_steps):
@@ -39,7 +39,7 @@ def rate_defaults(engine: EngineState) -> RateDefaults:
 
 
 class RegisteredModel:
-    """The model `default` of an engine that trains all weights. It is created when a client first uses it.
+    """The model `default` on an engine that trains all weights. The model is created when a client first uses it.
 
     Until then it is unborn: it is listed, described and ended as if it existed with the weights of its base.
     """
@@ -50,7 +50,8 @@ class RegisteredModel:
         self._creating = asyncio.Lock()
 
     def existing(self, model: str, holder: str) -> ClientModel | None:
-        """Return the registered model if it exists and a client that creates `model` gets it. Return None otherwise."""
+        """Return the registered model if a client that creates `model` gets it and it already exists. Return None
+        otherwise."""
         found = self._open(holder)
         return found if model == DEFAULT_MODEL and self._is_registered() else None
 
@@ -63,8 +64,7 @@ class RegisteredModel:
     async def create_for(self, submission: Submission, owner: str) -> None:
         """Create the model if this is the first operation that a client sends to it.
 
-        If the client has already sent operations, it had a model that has since ended, and gets no new one in its
-        place.
+        A client that has already sent operations had a model that has since ended. It gets no new model in its place.
         """
         begins = submission.model == DEFAULT_MODEL and submission.seq <= 1
         if not begins or isinstance(submission.operation, EndModel | Failed):
@@ -83,7 +83,7 @@ class RegisteredModel:
         return ClientModel(name=model, session="", base=base_names(engine)[0], run=engine.run, opened_ns=0)
 
     async def create(self, owner: str) -> None:
-        """Create the model for the owner of a key, unless it already exists or belongs to another client."""
+        """Create the model for the owner of a key, unless the model already exists or belongs to another client."""
         async with self._creating:
             if self._open(owner) is None and self._is_free(owner) and self._is_registered():
                 base = base_names(self._operations.state)[0]

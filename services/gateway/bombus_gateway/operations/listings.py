@@ -48,7 +48,8 @@ def no_checkpoint(path: CheckpointPath) -> Refused:
 
 
 def synced_weights(clients: TrainingClients, kind: CheckpointKind, model: str = "") -> list[KeptWeights]:
-    """Return the weights of one model, or of all xorl models, that were saved to sync servers, newest last."""
+    """Return the weights that were saved to sync servers, newest last: those of one model, or those of all xorl
+    models."""
     return [
         kept
         for kept in clients.kept.values()
@@ -62,8 +63,8 @@ def synced_weights(clients: TrainingClients, kind: CheckpointKind, model: str = 
 def is_for_sync(kept: KeptWeights) -> bool:
     """Return whether a model was saved to sync servers, possibly by a gateway that did not mark such saves.
 
-    An unmarked save counts if the time in its name roughly matches when it was saved, and no client has since given it
-    a lifetime or metadata, or published it.
+    An unmarked save counts if the time in its name roughly matches the time when it was saved, and no client has since
+    given it a lifetime or metadata, or published it.
     """
     saved = kept.noted.saved
     named = UNMARKED.fullmatch(saved.name)

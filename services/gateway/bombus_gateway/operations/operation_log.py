@@ -1,4 +1,4 @@
-"""Puts training clients' operations on the log. The module `results` answers clients with the results."""
+"""Puts training clients' operations on the log. The module `results` sends the results to the clients."""
 
 import uuid
 from collections.abc import Callable
@@ -79,11 +79,11 @@ class OperationLog:
         return True
 
     async def submit(self, session: str, submission: Submission, base: str = "", owner: str = "") -> str:
-        """Put an operation on the log, and return the id of its future. On return the operation is durable.
+        """Put an operation on the log, and return the id of its future. When this returns, the operation is durable.
 
         `owner` is the name of the client's key, and `session` is "" if the client has no such model. An operation that
         cannot be executed becomes a failed future. Raises `Refused` if the client has to retry later, and
-        `BusUnavailable`.
+        `BusUnavailable` if the bus cannot be reached.
         """
         model, failure = submission.model, submission.operation
         operation = _on_the_log(submission)
@@ -152,9 +152,9 @@ class OperationLog:
     def _key(self, submission: Submission, body_digest: bytes, may_repeat: bool) -> str:
         """Return the key of an operation. Requests with equal keys are the same operation.
 
-        Tinker's clients number the requests to a model, except the request that ends it. In xorl's client each object
+        Tinker's clients number the requests to a model, except the request that ends it. In xorl's client, each object
         numbers its own requests, and several objects may use one model, concurrently or in turn. An object sends no
-        request before the previous one is answered. So an equal number means a repeat only if the body is equal too, no
+        request before its previous one is answered. So an equal number means a repeat only if the body is equal too, no
         other operation came in between, and the request arrives within seconds. The coordinator checks the time, by the
         clock of the log. A batch or a step is never a repeat if it has no number or if its result was already read,
         since a client may intentionally send equal requests. A save or an end that failed changed nothing, so an equal
@@ -184,7 +184,7 @@ class OperationLog:
         return model is not None and model.closed is None
 
     def remember(self, name: str, body_digest: bytes, submission: Submission) -> None:
-        """Remember the submission of an operation, without its data, for writing its result."""
+        """Remember an operation's submission, without its data, so that its result can be written later."""
         self._submitted[name, body_digest] = submission
         trim(self._submitted, REMEMBERED)
 
@@ -203,13 +203,13 @@ class OperationLog:
         return name
 
     def failure_of(self, name: str) -> tuple[str, Failed] | None:
-        """Return why an operation could not be put on the log, with the owner of the key that sent it."""
+        """Return the owner of the key that sent an operation, and why the operation could not be put on the log."""
         return self._failures.get(name)
 
 
 def _on_the_log(submission: Submission) -> Operation:
-    """Return the operation to put on the log. A refused operation becomes `Rejected`, so that its place in the order is
-    kept."""
+    """Return the operation to put on the log. A refused operation becomes `Rejected`, so that it keeps its place in the
+    order."""
     operation = submission.operation
     return Rejected(failure=operation, counts=submission.counts) if isinstance(operation, Failed) else operation
 

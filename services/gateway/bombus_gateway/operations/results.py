@@ -1,4 +1,4 @@
-"""Answers training clients with the results of their operations, or with the reasons why the operations wait."""
+"""Sends training clients the results of their operations, or the reasons why the operations are waiting."""
 
 import asyncio
 
@@ -41,7 +41,7 @@ HOLD_S = 30.0  # how long a request for a result that is not ready is held open
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Why an operation waits, as text for the client, and Tinker's name for the state of the queue."""
+    """Why an operation is waiting, as text for the client, and Tinker's name for the state of the queue."""
 
     reason: str
     state: QueueState
@@ -56,7 +56,8 @@ class OperationResults:
         self._parts = Parts(gateway.bus)
 
     async def result(self, asked: FutureRequest, holder: str, hold_s: float = HOLD_S) -> FutureAnswer:
-        """Return the result or state of an operation. While the operation waits, hold the answer for up to `hold_s`."""
+        """Return the result or state of an operation. While the operation is waiting, hold the answer back for up to
+        `hold_s`."""
         outcome = await self.outcome(asked.id, hold_s, holder)
         if outcome is None:
             return unknown(asked.id)
@@ -70,7 +71,7 @@ class OperationResults:
         return ready(await asyncio.to_thread(write_result, dialect, submission, outcome), asked)
 
     async def outcome(self, name: str, hold_s: float, holder: str = "") -> Result | Waits | None:
-        """Return an operation's result, or why the operation still waits after `hold_s`.
+        """Return an operation's result, or why the operation is still waiting after `hold_s`.
 
         Return None if there is no such operation, or none that the holder may see.
         """
@@ -127,7 +128,7 @@ class OperationResults:
         return Waits(f"{before} operations of this model come first; {others} of other models also wait.", "active")
 
     async def _submission(self, model: str, queued: Queued | None) -> Submission:
-        """Return the submission of an operation, without its data, for writing its result."""
+        """Return an operation's submission, without its data, so that its result can be written."""
         unknown_one = Submission(model=model, seq=0, operation=EndModel())
         if queued is None or queued.body is None:
             return unknown_one
@@ -147,7 +148,8 @@ class OperationResults:
 
 
 def _sampling_session(model: str, operation: Operation) -> str:
-    """Return the sampling session that an unnamed save began, according to the name of its checkpoint, or ""."""
+    """Return the sampling session that an unnamed save began, derived from the name of the save's checkpoint. Return ""
+    for any other operation."""
     if not isinstance(operation, SaveWeights) or not is_tinkers(model):
         return ""
     number = operation.name.removeprefix(UNNAMED_SAMPLE).removeprefix(INFLIGHT_SAMPLE)

@@ -168,8 +168,8 @@ class TrainingRoutes:
         return JsonResponse({"supported_models": [{"model_name": name, **known} for name in names]})
 
     def _context(self) -> int | None:
-        """Return the longest sequence that the job and the replicas allow, or None if there is neither a job nor a
-        replica."""
+        """Return the length of the longest sequence that the job and the replicas allow, or None if there is neither a
+        job nor a replica."""
         engine = self._operations.state
         job = job_of(engine)
         lengths = [replica.sequence_tokens for replica in engine.usable.values() if replica.sequence_tokens]
@@ -185,7 +185,7 @@ class TrainingRoutes:
         return JsonResponse({"type": "create_session", "session_id": session})
 
     async def _create_for_session(self, request: Request, body: bytes) -> Response:
-        """Create the model that xorl's clients call a session, and answer once it exists."""
+        """Create what xorl's clients call a session, which is a model here, and answer once it exists."""
         submission = read_create_model(TrainingDialect.XORL, body, adapter_defaults(self._operations.state))
         known = await self._sessions.model(submission.model, self._gateway.holder_of(request))
         about = {"type": "create_session", "session_id": submission.model, "model_id": submission.model}
@@ -238,8 +238,7 @@ class TrainingRoutes:
         return JsonResponse({"model_id": there.name, "status": "created", "type": "create_model"})
 
     async def _equal(self, submission: Submission, holder: str) -> ClientModel | None:
-        """Return the model that xorl's client wants to create, if an identical model already exists. Return None
-        otherwise."""
+        """Return the model that xorl's client wants to create if an identical one already exists, or None otherwise."""
         known, wanted = await self._sessions.model(submission.model, holder), submission.operation
         if known is None or known.closed is not None or not isinstance(wanted, CreateModel):
             return None
@@ -378,7 +377,7 @@ class TrainingRoutes:
         return answered(accepted(await self._operations.submit(session, submission, owner=owner), submission.model))
 
     async def _readable(self, submission: Submission, load: LoadWeights, holder: str) -> Submission:
-        """Return the load, or a failed submission if the client may not read the checkpoint.
+        """Return the submission of the load, or a failed one if the client may not read the checkpoint.
 
         If the client owns the checkpoint's model, the load does not fail here: a pending operation may still save the
         checkpoint.

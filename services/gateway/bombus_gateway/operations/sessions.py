@@ -1,4 +1,5 @@
-"""Sessions of training clients. Tinker's clients open one and send heartbeats; xorl's have one for each model."""
+"""Sessions of training clients. Tinker's clients open one session and send heartbeats; xorl's have one for each
+model."""
 
 import uuid
 from typing import Any
@@ -56,14 +57,14 @@ class Sessions:
         self._bases = bases
 
     async def open(self, body: bytes, holder: KeyHolder, request_key: str) -> str:
-        """Open a session of Tinker's client. A repeated request, which has the same key, gets the same session."""
+        """Open a session for Tinker's client. A repeated request, which has the same key, gets the same session."""
         given = decode_body(_new_sessions, body)
         metadata = {name: value for name, value in msgspec.structs.asdict(given).items() if value}
         named = digest(f"{holder.name}/{request_key}".encode()).hex()[:16] if request_key else uuid.uuid4().hex[:16]
         return await self._open(f"s-{named}", TrainingDialect.TINKER, holder, metadata)
 
     async def open_for_model(self, holder: KeyHolder) -> str:
-        """Open a session for one model of xorl's client. The session ends with its model."""
+        """Open a session for one model of xorl's client. The session ends when the model does."""
         return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, holder, {})
 
     async def _open(self, session: str, dialect: TrainingDialect, holder: KeyHolder, metadata: dict[str, Any]) -> str:
@@ -169,10 +170,10 @@ class Sessions:
     async def base(self, wanted: str, headers: RawHeaders) -> str:
         """Return the engine's name for the base that a client names. `headers` are those of the client's request.
 
-        If the engine has no job, or is offline with a job that a gateway made for another base, configure the engine
-        with a job for this base. Raises `Refused` if the job to be replaced was not made by a gateway, or if the client
-        may not configure the engine. A client may do so if it has the admin key, if the hive has no admin key, or if
-        the operator named the base.
+        If the engine has no job, or is offline with a job that a gateway made for another base, this configures the
+        engine with a job for the wanted base. Raises `Refused` if the job to be replaced was not made by a gateway, or
+        if the client may not configure the engine. A client may do so if it has the admin key, if the hive has no admin
+        key, or if the operator named the base.
         """
         engine = self._operations.state
         names = base_names(engine)
@@ -186,7 +187,7 @@ class Sessions:
 
 
 def beating_name(body: bytes) -> str:
-    """Return the session that a heartbeat names. xorl's clients may name their model instead."""
+    """Return the session that a heartbeat names. xorl's clients may name their model instead of a session."""
     given = decode_body(_named, body)
     return given.session_id or given.model_id or DEFAULT_MODEL
 

@@ -54,9 +54,9 @@ def read_save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes) -> Su
     """Read a request to save a model as a checkpoint of this kind. If the request gives no name, the trainer chooses
     one.
 
-    A Tinker client's existing checkpoint is replaced only if the client asks for it. xorl's clients cannot ask and
-    reuse the same name, so their checkpoints are replaced. A checkpoint that begins a sampling session is named after
-    the session's number.
+    A Tinker client's existing checkpoint is replaced only if the client asks for it. xorl's clients cannot ask for it
+    and reuse the same name, so their checkpoints are always replaced. A checkpoint that begins a sampling session is
+    named after the session's number.
     """
     model, seq = addressed(dialect, body)
     return submitted(model, seq, lambda: _saved(dialect, kind, body, (model, seq)))
@@ -69,7 +69,8 @@ def read_load(dialect: TrainingDialect, body: bytes) -> Submission:
 
 
 def checked_ttl(ttl_seconds: float | None) -> float:
-    """Return for how many seconds a checkpoint is kept, where 0 means forever. Raises `Refused` MALFORMED."""
+    """Return for how many seconds a checkpoint is kept, where 0 means forever. Raises `Refused` MALFORMED if the time
+    is out of range."""
     if ttl_seconds is not None and not 0 < ttl_seconds <= TTL_S_MAX:
         why = f"ttl_seconds is {ttl_seconds}, but must be above 0 and at most {TTL_S_MAX}; null keeps it forever."
         raise Refused(Code.MALFORMED, why)
@@ -77,7 +78,8 @@ def checked_ttl(ttl_seconds: float | None) -> float:
 
 
 def read_weights_info(body: bytes) -> CheckpointPath:
-    """Return the checkpoint that a `weights_info` request names. Raises `Refused` if the path is not a checkpoint's."""
+    """Return the checkpoint that a `weights_info` request names. Raises `Refused` if the path does not name a
+    checkpoint."""
     given = decode_body(_infos, body)
     return read_path(given.tinker_path or given.xorl_path or "")
 

@@ -18,8 +18,8 @@ _OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
 def decompressed(encoding: str, body: bytes, bytes_max: int = limits.TRAINING_BODY_BYTES) -> bytes:
     """Return a decompressed body, decompressing no more than `bytes_max`.
 
-    Raises `Refused`: UNSUPPORTED for an encoding other than zstd, MALFORMED unless the body is a single whole frame,
-    and TOO_LARGE if the result would be larger.
+    Raises `Refused`: UNSUPPORTED for an encoding other than zstd, MALFORMED unless the body is a single complete frame,
+    and TOO_LARGE if the result would be larger than `bytes_max`.
     """
     named = encoding.strip().lower()
     if named in ("", "identity"):

@@ -1,4 +1,4 @@
-"""The two dialects of training clients, and how to tell the dialect of a request."""
+"""The two dialects of training clients, and how to tell which dialect a request is in."""
 
 from collections.abc import Container
 from enum import StrEnum
@@ -11,7 +11,7 @@ OF_SAMPLE = ":sample:"  # in the ids of sampling sessions
 
 
 class TrainingDialect(StrEnum):
-    """Whose client sent a request. The value is also the scheme of that client's paths."""
+    """The kind of client that sent a request. The value is also the scheme of that client's paths."""
 
     TINKER = "tinker"
     XORL = "xorl"
@@ -32,7 +32,8 @@ _ALWAYS_XORL = ("forward", "abort_gradient_epoch", "kill_session", "list_checkpo
 
 
 def dialect_of(path: str, content_type: str, fields: Container[str], model: str = "") -> TrainingDialect:
-    """Return the dialect of a request, from its path below `/api/v1/`, the names in its JSON body, and its model.
+    """Return the dialect of a request, from its path below `/api/v1/`, its content type, the names in its JSON body,
+    and its model.
 
     If the model's id has the form that Tinker's client makes, nothing else matters, since a model's dialect determines
     how its gradient is reduced.

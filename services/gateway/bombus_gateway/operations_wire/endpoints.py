@@ -1,4 +1,4 @@
-"""Requests of xorl's client about external inference servers and weight syncs."""
+"""Requests from xorl's client about external inference servers and weight syncs."""
 
 from typing import Annotated
 
@@ -24,7 +24,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class NewEndpoint(msgspec.Struct, frozen=True):
-    """An inference server to give weights to. With `sync` it gets the current weights immediately."""
+    """An inference server to give weights to. With `sync`, the server gets the current weights immediately."""
 
     at: Endpoint
     world_size: int
@@ -32,8 +32,8 @@ class NewEndpoint(msgspec.Struct, frozen=True):
 
 
 class SyncRequest(msgspec.Struct, frozen=True):
-    """A sync of `model`; "" means the default or only model. `label` names the weights on servers; if it is "", we
-    choose."""
+    """A request to sync `model`, where "" means the default or only model. `label` names the weights on servers; if it
+    is "", we choose one."""
 
     model: str = ""
     label: str = ""

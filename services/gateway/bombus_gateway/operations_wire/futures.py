@@ -15,7 +15,7 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 class FutureRequest(msgspec.Struct, frozen=True):
-    """Which result a client asks for. If `may_be_size`, a large result may be answered with only its size."""
+    """The result that a client asks for. If `may_be_size`, a large result may be answered with only its size."""
 
     id: str
     dialect: TrainingDialect
@@ -54,7 +54,8 @@ def accepted(request_id: str, model: str) -> FutureAnswer:
 
 
 def ready(answer: FutureAnswer, request: FutureRequest) -> FutureAnswer:
-    """Return a result, or its size if it is large and the client wants to make room first."""
+    """Return a result. If the result is large and the client wants to make room for it first, return its size
+    instead."""
     if request.may_be_size and len(answer.body) > LARGE_BYTES:
         return json_answer({"status": "complete_metadata", "response_payload_size": len(answer.body)})
     return answer
@@ -63,8 +64,8 @@ def ready(answer: FutureAnswer, request: FutureRequest) -> FutureAnswer:
 def try_again(request: FutureRequest, reason: str, waiting: QueueState = "active") -> FutureAnswer:
     """Return the answer that says there is no result yet, with the reason as text.
 
-    Tinker's client asks again immediately after a 408 without telling its user, so hold the request for a while first.
-    xorl's client waits a second after a 200, but not after a 408.
+    After a 408, Tinker's client asks again immediately, without telling its user, so hold the request for a while
+    first. xorl's client waits a second after a 200, but not after a 408.
     """
     content = {"type": "try_again", "request_id": request.id, "queue_state": waiting, "queue_state_reason": reason}
     return json_answer(content, 408 if request.dialect == TrainingDialect.TINKER else 200)
@@ -76,6 +77,7 @@ def failed(failure: Failed) -> FutureAnswer:
 
 
 def unknown(request_id: str) -> FutureAnswer:
-    """Return the answer that says a future is unknown or has expired. Tinker's client resends a sample after a 410."""
+    """Return the answer that says a future is unknown or has expired. After a 410, Tinker's client requests a sample
+    again."""
     why = f"There is no result {request_id!r} here, or it has expired; send the operation again."
     return json_answer({"detail": why}, 410)

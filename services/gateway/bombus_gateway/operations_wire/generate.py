@@ -24,7 +24,7 @@ from bombus_gateway.operations_wire.submission import NOT_GIVEN, Seed, is_given
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """A request for samples. The prompt of `asked` is empty if the prompt is given as `text`.
+    """A request for samples. If the prompt is given as `text`, the prompt of `asked` is empty.
 
     `adapter` is the path or the name of a checkpoint to sample from, or empty.
     """
@@ -36,7 +36,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class _GenerateParams(DrawingParams, forbid_unknown_fields=True, kw_only=True):
-    """The supported parameters. Any other parameter could change the samples, so it is refused by name."""
+    """The supported parameters. Any other parameter could change the samples, so a request with one is refused."""
 
     max_new_tokens: int = 128
     sampling_seed: Seed | None = None
@@ -101,7 +101,7 @@ def write_generated(
 ) -> dict[str, object] | list[dict[str, object]]:
     """Return samples with their texts. A single sample is not wrapped in a list.
 
-    `finish_reason` is a string, which xorl's client understands, or an object as in SGLang.
+    `finish_reason` is a string, as xorl's client expects, or an object, as in SGLang.
     """
     answers = [_answer(sample, text, prompt_tokens, logprobs) for sample, text in zip(samples, texts, strict=True)]
     if reasons_are_objects:

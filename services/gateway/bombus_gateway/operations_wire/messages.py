@@ -131,7 +131,7 @@ _SCALARS: dict[str, int] = {
 
 
 def _add_field(owner: Message, field: _Field, oneofs: dict[str, int]) -> None:
-    """Add a field to the descriptor of its message. A map is added in its form on the wire, as repeated pairs."""
+    """Add a field to the descriptor of its message. A map is added in its wire form: as repeated pairs."""
     added = owner.field.add(name=field.name, number=field.number)
     added.label = _Proto.LABEL_REPEATED if field.many or field.key else _Proto.LABEL_OPTIONAL
     kind = field.kind
@@ -188,8 +188,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 def parsed(kind: MessageType, body: bytes) -> Message:
     """Return the message in a body.
 
-    Raises `Refused`: MALFORMED if the body is not such a message, TOO_LARGE if it has too many fields. An empty message
-    takes two bytes in a body but a hundred in memory, so fields are counted before parsing.
+    Raises `Refused`: MALFORMED if the body is not such a message, and TOO_LARGE if it has too many fields. An empty
+    message takes two bytes in a body but a hundred in memory, so fields are counted before parsing.
     """
     budget = _Budget(limits.TRAINING_FIELDS)
     _count(body, 0, len(body), kind.DESCRIPTOR, budget)

@@ -30,10 +30,10 @@ ENDED_S = 30 * 86_400.0  # how long a killed model is kept, the same as for a mo
 class AdapterDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """The server's values for settings that a client leaves out or always sends with its own default.
 
-    Tinker's client never sends an alpha. It asks for an adapter on the unembedding unless its user forbids one, so a
-    server that cannot offer this does not refuse: if `unembedding` is false, that part is left out. xorl-client asks
-    for an adapter even if the server trains `full_weights`, and then gets a model without one. It may leave out the
-    `base`.
+    Tinker's client never sends an alpha. It asks for an adapter on the unembedding unless its user forbids one. A
+    server that cannot offer this adapter does not refuse the request: if `unembedding` is false, that part is left out.
+    xorl-client asks for an adapter even if the server trains `full_weights`, and then gets a model without one. It may
+    leave out the `base`.
     """
 
     rank: int = 32
@@ -88,7 +88,8 @@ _metadata = msgspec.json.Decoder(dict[str, str])
 
 
 def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) -> Submission:
-    """Read a `create_model` request, which is number 0 of its model. Raises `Refused` if it does not name the model."""
+    """Read a `create_model` request, which is a model's request number 0. Raises `Refused` if it does not name the
+    model."""
     if dialect == TrainingDialect.TINKER:
         return _of_tinker(body, lambda model: _create(dialect, body, defaults, model))
     given = decode_body(_xorl_addresses, body)
@@ -97,14 +98,14 @@ def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDe
 
 
 def read_create_by_load(body: bytes) -> Submission:
-    """Read a `load_weights` request by which Tinker's client creates a model from a checkpoint, with the checkpoint's
+    """Read a `load_weights` request with which Tinker's client creates a model from a checkpoint, with the checkpoint's
     adapter."""
     return _of_tinker(body, lambda _: _from_checkpoint(body))
 
 
 def read_end_model(body: bytes, save_as: str = "") -> Submission:
-    """Read a `kill_session` or an `unload_model` request. After the former, the model is saved under `save_as` unless
-    the client declines."""
+    """Read a `kill_session` or an `unload_model` request. For a `kill_session`, the model is saved under `save_as`
+    unless the client declines."""
     given = decode_body(_ends, body)
     model = checked_id(given.model, "model_id")
     saved = save_as if given.save_checkpoint else ""
@@ -123,7 +124,8 @@ def _of_tinker(body: bytes, make: Callable[[str], CreateModel]) -> Submission:
 
 
 def kept_metadata(given: msgspec.Raw) -> dict[str, str]:
-    """Return the metadata that a client wants kept. Raises `Refused` TOO_LARGE, or MALFORMED if it is not all text."""
+    """Return the metadata that a client wants kept. Raises `Refused`: TOO_LARGE if there is too much of it, and
+    MALFORMED if any of it is not text."""
     if not is_given(given):
         return {}
     if len(given) > limits.USER_METADATA_BYTES:

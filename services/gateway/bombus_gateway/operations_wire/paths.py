@@ -54,7 +54,7 @@ def read_path(text: str, model: str = "") -> CheckpointPath:
 def read_loaded_path(text: str, model: str) -> CheckpointPath:
     """Return the checkpoint to load into a `model`, by any name that xorl's server accepts.
 
-    In addition to the forms of `read_path`, these are paths below xorl's checkpoint folder, `MODEL/NAME` and
+    In addition to the forms that `read_path` accepts, these are paths below xorl's checkpoint folder, `MODEL/NAME` and
     `FOLDER/MODEL/NAME` (where FOLDER is, for example, `sampler_weights`), and paths below our own checkpoint folder,
     `MODEL/KIND/NAME`. Raises `Refused` for any other name.
     """

@@ -1,4 +1,5 @@
-"""Write the results of operations for either client. An answer has the fields of both clients, unless they clash."""
+"""Write the results of operations for both kinds of client. An answer has the fields that either expects, unless they
+clash."""
 
 from bombus.operations import (
     CheckpointKind,

@@ -18,7 +18,7 @@ Alternatives: TypeAlias = Sequence[Sequence[tuple[int, float]]]  # (token, logpr
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample: its tokens (int32), including any stop token, and their logprobs (float32)."""
+    """One sample: its tokens (int32), including the stop token if there is one, and their logprobs (float32)."""
 
     tokens: bytes
     logprobs: bytes
@@ -27,7 +27,7 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked_finish(finish: FinishReason) -> FinishReason:
-    """Return why a sample ended. Raises `ValueError` unless it stopped or reached its length limit."""
+    """Return why a sample ended. Raises `ValueError` unless the sample stopped or reached its length limit."""
     if finish not in _STOPS:
         raise ValueError(f"a sample that ended with {finish} cannot be written for a client")
     return finish
@@ -58,7 +58,8 @@ def write_samples(
 
 
 def unscored(tokens: int, logprobs: Sequence[float]) -> bytes:
-    """Return logprobs for a prompt of `tokens` tokens: NaN, followed by the given logprobs of its last tokens."""
+    """Return logprobs for a prompt of `tokens` tokens: the given logprobs for its last tokens, and NaN for those
+    before."""
     missing = tokens - len(logprobs)
     return struct.pack(f"<{tokens}f", *[math.nan] * missing, *logprobs)
 

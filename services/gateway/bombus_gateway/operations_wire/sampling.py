@@ -1,4 +1,4 @@
-"""The requests of Tinker's `asample`, and requests to begin a sampling session, from either client."""
+"""The requests to Tinker's `asample`, and requests from either client to begin a sampling session."""
 
 import math
 
@@ -26,7 +26,7 @@ TOKENS_MAX = 1 << 24  # maximum for one sample; the engine also checks what fits
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for samples. `prompt` is int32 token ids.
+    """A request for samples. `prompt` contains token ids as int32.
 
     A `max_tokens` of 0 allows as many tokens as the model's context has room for. Without `ends_at_eos`, a sample ends
     only at one of `stops` or at a stop token of `sampling`. The last `scored` tokens of the prompt are scored, and for
@@ -44,7 +44,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleSubmission(msgspec.Struct, frozen=True, kw_only=True):
-    """A numbered request of a sampling session. If the same request is sent again, it is a repeat and gets the same
+    """A numbered request in a sampling session. If the same request is sent again, it is a repeat and gets the same
     answer."""
 
     session: str
@@ -81,7 +81,8 @@ class DrawingParams(msgspec.Struct, kw_only=True):
     ignore_eos: bool = False
 
     def checked(self, max_tokens: int) -> SamplingParams:
-        """Return the parameters of a sample of up to `max_tokens` tokens. Raises `Refused`."""
+        """Return the parameters of a sample of up to `max_tokens` tokens. Raises `Refused` if any of them is
+        invalid."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=bounded("temperature", self.temperature, 0.0, 100.0),
@@ -151,7 +152,8 @@ _sessions = msgspec.json.Decoder(_Session)
 
 
 def read_sampling_session(dialect: TrainingDialect, body: bytes) -> SamplingSession:
-    """Read a `create_sampling_session` request. Raises `Refused`, since it is answered directly, not with a future."""
+    """Read a `create_sampling_session` request. Raises `Refused` for an invalid one, since the request is answered
+    directly and not with a future."""
     given = decode_body(_sessions, body)
     checkpoint = read_path(given.model_path, given.model_id or "") if given.model_path else None
     if checkpoint is None and not given.base_model:
@@ -170,7 +172,7 @@ def read_sample_session(body: bytes) -> str:
 
 
 def read_sample(body: bytes) -> SampleSubmission:
-    """Read an `asample` request. Raises `Refused` if the body is not JSON, or lacks its session or number."""
+    """Read an `asample` request. Raises `Refused` if the body is not JSON, or if its session or number is missing."""
     session, seq = _read_address(body)
     return SampleSubmission(session=session, seq=seq, asked=attempted(lambda: _asked(body)))
 

@@ -36,7 +36,8 @@ class _Schedule(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RateDefaults(msgspec.Struct, frozen=True):
-    """The learning rate for steps whose client gives none: the rate of the engine's job, if the job has a schedule."""
+    """The learning rate for steps for which the client gives none: the rate of the engine's job, if the job has a
+    schedule."""
 
     rate: float = LEARNING_RATE
     schedule: RateSchedule | None = None
@@ -57,10 +58,10 @@ _steps = msgspec.json.Decoder(_Step)
 def read_optim_step(dialect: TrainingDialect, body: bytes, job: RateDefaults = NO_SCHEDULE) -> Submission:
     """Read an `optim_step` request, with the client's own defaults and the reduction of its dialect.
 
-    In xorl's dialect, `learning_rate` and `gradient_clip` beside `adam_params` take precedence over those in it, and
-    the defaults are those of its client: 1e-4 and 5. A clip of 0 or less disables clipping. With an `lr_schedule`, the
-    rate is the schedule's rate at the model's next step. Without one, a given rate is used unchanged, and a missing
-    rate is taken from the engine's `job` if the job has a schedule.
+    In xorl's dialect, a `learning_rate` or `gradient_clip` given beside `adam_params` takes precedence over the one
+    inside it, and the defaults are those of xorl's client: 1e-4 and 5. A clip of 0 or less disables clipping. With an
+    `lr_schedule`, the rate is the schedule's rate at the model's next step. Without one, a given rate is used
+    unchanged, and a missing rate is taken from the engine's `job` if the job has a schedule.
     """
     model, seq = addressed(dialect, body)
     return Submission(model=model, seq=seq, operation=attempted(lambda: _step(dialect, body, job)))

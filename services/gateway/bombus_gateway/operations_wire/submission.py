@@ -27,7 +27,7 @@ def is_given(value: msgspec.Raw) -> bool:
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation for a model, with the number that the client gave it, or 0 if it has none.
+    """An operation for a model, with the number that the client gave it, or 0 if it has no number.
 
     A request whose model and number can be read is always answered with a future, so an invalid request has a `Failed`
     operation. `counts` says whether the operation adds to the gradient. `metadata` is kept with the model or
@@ -63,9 +63,10 @@ _addresses = msgspec.json.Decoder(_Address)
 
 
 def addressed(dialect: TrainingDialect, body: bytes) -> tuple[str, int]:
-    """Return the model that a JSON body is for, and its number. Raises `Refused` MALFORMED if they cannot be read.
+    """Return the model that a JSON body is for, and the number of the request. Raises `Refused` MALFORMED if they
+    cannot be read.
 
-    In Tinker's dialect both are required.
+    In Tinker's dialect, both are required.
     """
     given = decode_body(_addresses, body)
     if dialect == TrainingDialect.XORL:
@@ -90,7 +91,7 @@ def submitted(model: str, seq: int, make: Callable[[], Submission]) -> Submissio
 
 
 def checked_id(given: str, field: str) -> str:
-    """Return the id of a model, a session or a request. Raises `Refused` if it is empty or too long."""
+    """Return the id of a model, a session or a request. Raises `Refused` if the id is empty or too long."""
     if not 0 < len(given) <= limits.TRAINING_ID_CHARACTERS:
         why = f"{field} must have 1 to {limits.TRAINING_ID_CHARACTERS} characters, but has {len(given)}."
         raise Refused(Code.MALFORMED, why)

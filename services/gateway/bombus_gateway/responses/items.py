@@ -1,7 +1,7 @@
 """Reads the items of a request's `input` into messages. Pure.
 
 One answer from the model comes back as several items, such as reasoning, text and calls. Consecutive items from the
-model form one message, unless their ids name different calls.
+model form one message, unless their ids refer to different calls.
 """
 
 import copy
@@ -43,7 +43,8 @@ class InputItem(msgspec.Struct):
 
 
 class _Answer:
-    """A message from the model, made from one or more items. `call` is the call that their ids name, if any."""
+    """A message from the model, made from one or more items. `call` is the call that the items' ids refer to, if
+    any."""
 
     def __init__(self) -> None:
         self.call = ""
@@ -72,7 +73,8 @@ class _Answer:
 class InputReader:
     """Collects messages from items. `tools` are the tools found in items, each with its place in the body.
 
-    `answers` maps places in `messages` to the calls whose answers belong there, as referred to by items.
+    `answers` maps places in `messages` to the calls whose answers belong there, according to the items that refer to
+    them.
     """
 
     def __init__(self) -> None:
@@ -139,7 +141,7 @@ class InputReader:
         calls.append({"id": _required(item.call_id, f"{place}.call_id"), "type": "function", "function": function})
 
     def _read_reference(self, item: InputItem, place: str) -> None:
-        """Put the whole answer of a call in the place where an item refers to part of the answer.
+        """Put a call's whole answer in the place where an item refers to part of that answer.
 
         No client sends back one item of an answer without the others.
         """
@@ -198,7 +200,7 @@ class InputReader:
 
 
 def _call_of(item: InputItem) -> str:
-    """Return the id of the call whose answer contained an item, from the item's id or encrypted content.
+    """Return the id of the call whose answer contained an item, as found in the item's id or encrypted content.
 
     Return "" for an item that this hive did not make.
     """

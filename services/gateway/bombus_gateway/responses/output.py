@@ -15,10 +15,10 @@ _FUNCTION = ToolForm("")
 
 
 class AnswerItems:
-    """Builds the items of one answer. Their ids contain the call's id and their place in the answer.
+    """Builds the items of one answer. Each item's id contains the call's id and the item's place in the answer.
 
     `forms` are the tools that are not plain functions. `encrypted` says whether reasoning items have
-    `encrypted_content` for the client to send back. It contains no secret, only the call's id.
+    `encrypted_content` for the client to send back. That content holds no secret, only the call's id.
     """
 
     def __init__(self, call: str, forms: Mapping[str, ToolForm], encrypted: bool = False) -> None:
@@ -78,7 +78,7 @@ def status_of(finish: str) -> str:
 
 
 class ResponseHead(NamedTuple):
-    """The fields of a response that are known from its beginning. `echo` contains fields of its request."""
+    """The fields of a response that are known from the beginning. `echo` contains fields of its request."""
 
     call: str
     received_ns: int

@@ -1,8 +1,8 @@
 """The requests of OpenAI's Responses API: decoded, and converted to a neutral `CompletionRequest`. Pure.
 
-Fields that do not affect sampling may have any value. A client may request sampling parameters; the job decides whether
-they are used. Unsupported and unknown parts are listed as `unsupported`; the job decides whether to refuse or ignore
-them.
+Fields that do not affect sampling may have any value. A client may request sampling parameters; the job determines
+whether they are used. Unsupported and unknown parts are listed as `unsupported`; the job determines whether they are
+refused or ignored.
 """
 
 import re
@@ -59,9 +59,9 @@ _response_id = re.compile(RESPONSE_ID + "([0-9a-f]{32})")
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request: its neutral part, and the data that its response needs.
 
-    `echo` contains the fields that a response repeats, and `forms` the tools that are not plain functions, by the names
-    that the model sees. `encrypted` says whether reasoning items have content for the client to send back. `prefix` is
-    the beginning of the body, which need not be read again for the conversation's next request.
+    `echo` contains the fields that a response repeats. `forms` contains the tools that are not plain functions, by the
+    names that the model sees. `encrypted` says whether reasoning items have content for the client to send back.
+    `prefix` is the beginning of the body, which need not be read again for the conversation's next request.
     """
 
     completion: CompletionRequest
@@ -158,7 +158,7 @@ _read_body = ItemReader(_body, "input", _read_items)
 def read_response_request(body: bytes, before: BodyPrefix = NOTHING_READ) -> ResponsesRequest:
     """Decode the body of `POST /v1/responses`, which begins with the prefix `before`.
 
-    Raises `Refused`, naming the parameter.
+    Raises `Refused`, naming the parameter that is invalid.
     """
     found, unknown, reader, prefix = _read_body(body, before)
     _check_form(found)
@@ -187,7 +187,8 @@ def _echoed(found: ResponsesBody) -> dict[str, Any]:
 
 
 def call_of(response_id: str) -> str:
-    """Return the id of the call that a response belongs to. Raises `BadParameter` UNKNOWN_CALL."""
+    """Return the id of the call that a response belongs to. Raises `BadParameter` UNKNOWN_CALL if the response's id
+    does not contain one."""
     named = _response_id.fullmatch(response_id)
     if named is None:
         why = f"Response {response_id[: limits.NAME_CHARACTERS]!r} does not exist."
@@ -227,8 +228,8 @@ def _completion(
 
 
 def _check_form(found: ResponsesBody) -> None:
-    """Raise `BadParameter` for requests to answer later, and for requests whose input would have to be stored on the
-    server."""
+    """Raise `BadParameter` for requests that ask to be answered later, and for requests whose input would have to be
+    stored on the server."""
     refused = (
         ("background", bool(found.background), "an answer is returned only by its own request; leave it out"),
         ("conversation", found.conversation is not None, "send the items, or previous_response_id"),
@@ -263,7 +264,7 @@ def _effort(reasoning: Any) -> Any:
 
 
 def _forced_call(choice: str | dict[str, Any] | None, tools: RequestTools) -> Asked | None:
-    """Return what a tool choice requires, or None if the model may answer as it likes."""
+    """Return what a tool choice requires, or None if the model may choose whether to call a tool."""
     match choice:
         case None | "auto" | "none":
             return None
@@ -280,7 +281,8 @@ def _forced_call(choice: str | dict[str, Any] | None, tools: RequestTools) -> As
 
 
 def _known_as(name: str, tools: RequestTools) -> list[str]:
-    """Return the names under which the model knows a tool: its own name, or otherwise its names in namespaces."""
+    """Return the names under which the model knows a tool: the tool's own name or, failing that, its names in
+    namespaces."""
     if any(function["function"]["name"] == name for function in tools.functions):
         return [name]
     return [known for known, form in tools.forms.items() if form.name == name]

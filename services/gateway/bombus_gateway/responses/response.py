@@ -31,7 +31,7 @@ def event(kind: str, fields: dict[str, Any]) -> bytes:
 
 
 class ResponsesEncoder:
-    """Encodes one answer. A stream has one open item at a time, which ends when a portion of another kind arrives."""
+    """Encodes one answer. A stream has one open item at a time; the item ends when content of another kind arrives."""
 
     def __init__(self, request: ResponsesRequest, head: AnswerHead) -> None:
         self._head = ResponseHead(head.id, head.received_ns, request.model, request.echo)
@@ -117,7 +117,7 @@ class ResponsesEncoder:
         return out + self._ended(item)
 
     def _call(self, call: dict[str, Any]) -> bytes:
-        """Return the events of a whole tool call, since calls are parsed only when they are complete."""
+        """Return all the events of a tool call at once, since calls are parsed only when they are complete."""
         item = self._items.call(self._index, call, COMPLETED)
         field, kind = (
             ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
@@ -133,7 +133,7 @@ class ResponsesEncoder:
 
     @property
     def _index(self) -> int:
-        """The place in the answer of the open item or, if none is open, of the next one."""
+        """The open item's place in the answer or, if no item is open, the next item's."""
         return len(self._done)
 
     def _added(self, item: Item) -> bytes:

@@ -96,7 +96,7 @@ def _add(tools: RequestTools, tool: Mapping[str, Any], place: str, namespace: st
 
 
 def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description and parameters of a custom tool as shown to the model, with the grammar for its text."""
+    """Return a custom tool's description and parameters as shown to the model, including the grammar for its text."""
     texts = [tool.get("description") or ""]
     grammar = tool.get("format")
     if isinstance(grammar, Mapping) and isinstance(grammar.get("definition"), str):

@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 
 
 class DirectRoute:
-    """An ASGI application for one method of a path. `others` answers other methods, and requests with a refused key."""
+    """An ASGI application for one method of a path. Requests with other methods, or with a refused key, are answered by
+    `others`."""
 
     def __init__(
         self, method: str, guard: Guard, answer: Callable[[Request], Awaitable[Response]], others: ASGIApp

@@ -66,19 +66,19 @@ class GroupLog:
         self._gateway.heartbeats.touch_environment(self.engine, environment)
 
     def may_act_for(self, environment: int, holder: str) -> bool:
-        """Return whether the holder of a key may act for an environment, which must be unknown or belong to the
-        holder."""
+        """Return whether the holder of a key may act for an environment: it must be unknown or belong to the holder."""
         known = self.trajectories.queue.environments.get(environment)
         return known is None or may_use(known.owner, holder)
 
     async def _apart(self, size: int, compute: Callable[[], _T]) -> _T:
-        """Return the result of `compute`, run in a thread if `size` is large, so that other requests can continue."""
+        """Return the result of `compute`. If `size` is large, run it in a thread, so that other requests can
+        continue."""
         return await self._gateway.workers.run(CLIENTS, size, compute, TRAJECTORIES.inline_bytes)
 
     async def written(self, write: Callable[..., _T], *given: object) -> _T:
         """Return the result of `write`, run in a thread that may wait for records.
 
-        This does not use the threads of `asyncio.to_thread`, because reading a record needs those: if all of them
+        This does not use the threads of `asyncio.to_thread`, because those are needed to read records: if all of them
         waited for records, none could be read.
         """
         return await asyncio.get_running_loop().run_in_executor(self._writers, write, *given)
@@ -88,13 +88,14 @@ class GroupLog:
     async def push(
         self, groups: Sequence[RolloutGroup], key: str = "", sender: KeyHolder = NOBODY
     ) -> tuple[int | None, ...]:
-        """Put groups on the log, all or none. Return how many sequences each group's environment then holds.
+        """Put groups on the log, all or none. For each group, return how many sequences its environment then holds.
 
-        An entry is None if its group was queued immediately. On return the groups are durable. A group loses its
-        environment if the environment is unknown or belongs to a key other than the sender's.
+        The number is None if the group was queued immediately. When this returns, the groups are durable. A group loses
+        its environment if the environment is unknown or belongs to a key other than the sender's.
 
         Without a `key`, a push of the same bytes within a short time is a repeat. The coordinator measures that time,
-        since the fold has no clock but the time of the last event. Raises `Refused` and `BusUnavailable`.
+        since the fold's only clock is the time of the last event. Raises `Refused` for groups that cannot be queued,
+        and `BusUnavailable` if the bus does not answer.
         """
         holder = sender.name
         groups = await self._as_sent_by(holder, groups)
@@ -134,7 +135,7 @@ class GroupLog:
         ]
 
     async def _check_queued(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise `Refused` for a group that can never be queued, so that its body does not fill the stream.
+        """Raise `Refused` for a group that can never be queued, so that the group's body does not fill the stream.
 
         A trainer that has just registered may not be in the fold yet, so catch up with the log before refusing.
         """
@@ -148,7 +149,8 @@ class GroupLog:
                 raise Refused(Code.MALFORMED, why)
 
     async def _check_trained(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise `Refused` for a group that this engine's own trainer, if it uses the batches, cannot train on."""
+        """Raise `Refused` for a group that cannot be trained on by this engine's own trainer, if that trainer uses the
+        batches."""
         trainer = self.trajectories.trainer
         if trainer is None or not self.state.makes_steps:
             return
@@ -159,10 +161,9 @@ class GroupLog:
                 raise Refused(Code.MALFORMED, f"Group {number} of this push: {why}" if len(groups) > 1 else why)
 
     def _may_be_refused(self, key: str, share: str, size: int) -> bool:
-        """Return whether a push may be refused or may be a repeat, in which case storing its bodies would only fill the
-        stream.
+        """Return whether a push may be refused or may be a repeat. Storing its bodies would then only fill the stream.
 
-        If so, ask the coordinator before storing the bodies. It answers BODY_GONE if they are needed.
+        In that case, ask the coordinator before storing the bodies. It answers BODY_GONE if they are needed.
         """
         takes_none = self.state.phase != Phase.OFFLINE and not self.state.queues_groups
         is_repeated = key in self.trajectories.pushes
@@ -182,8 +183,8 @@ class GroupLog:
         """Return the next batch if there is one, or the last one if it was not delivered.
 
         A fast trainer may ask for the next batch before the log says that its last one has arrived, so wait for that
-        event. A trainer that says which batch it has gets the batch after it (`after`). Raises `Refused` WRONG_PHASE
-        before a trainer has registered, and `BusUnavailable`.
+        event. A trainer that says which batch it has (`after`) gets the batch that follows. Raises `Refused`
+        WRONG_PHASE before a trainer has registered, and `BusUnavailable` if the bus does not answer.
         """
         for _ in range(ATTEMPTS_MAX):
             answer = await self._gateway.carry_out(
@@ -200,7 +201,8 @@ class GroupLog:
         raise Refused(Code.OVERLOADED, "Other requests take batches faster than this gateway reads them: ask again.")
 
     async def _arrives(self, taken: inbox.BatchTaken) -> bool:
-        """Wait briefly until a batch is known to have arrived or is no longer the last. Return False on a timeout."""
+        """Wait briefly until a batch is known to have arrived or is no longer the last one. Return False on a
+        timeout."""
 
         def is_over(_: object) -> bool:
             batch = self.trajectories.batch
@@ -213,9 +215,10 @@ class GroupLog:
         return True
 
     async def give_up_lost(self, batch: HandedOut) -> None:
-        """Give up those groups of a batch whose bodies are lost, according to the stream's leader.
+        """Give up those of a batch's groups whose bodies are lost, according to the stream's leader.
 
-        Raises `Refused`, and `BusUnavailable` if the bus cannot tell.
+        Raises `Refused` if the groups cannot be given up, and `BusUnavailable` if the bus cannot tell which bodies are
+        lost.
         """
         groups = [each for each in zip(batch.numbers, batch.groups, strict=False) if each[1].body is not None]
         found = [each for each in await _each(self._why_lost, groups) if each is not None]
@@ -241,11 +244,11 @@ class GroupLog:
         await self._gateway.bus.inbox.send(sent)
 
     async def records(self, groups: Sequence[QueuedGroup]) -> RecordReader:
-        """Return a reader of the groups' records. The first records, and any that were missing before, are read
+        """Return a reader of the groups' records. The first records, and any that were missing earlier, are read
         immediately.
 
-        Raises `LogCorrupted` if one of these is gone, and `BusUnavailable`. The reader raises these errors for later
-        records.
+        Raises `LogCorrupted` if one of these records is gone, and `BusUnavailable` if the bus does not answer. For
+        later records, the reader raises these errors.
         """
         refs = [group.body for group in groups if group.body is not None]
         for ref in self._lost.intersection(refs):
@@ -287,13 +290,13 @@ def _recorded(group: RolloutGroup) -> Recorded:
 
 
 def _key_of(records: Sequence[Recorded], holder: str) -> str:
-    """Return a key for a push that was sent without one, made from its sender and its records, which include their
-    environment."""
+    """Return a key for a push that was sent without one. The key is derived from the push's sender and its records,
+    which include their environment."""
     return digest(holder.encode() + b"".join([record.digest for record in records])).hex()
 
 
 def _own_key(key: str, groups: Iterable[RolloutGroup]) -> str:
-    """Return a client's key made unique to its groups' environments, since other clients may use the same key."""
+    """Return a client's key, made unique to its groups' environments, since other clients may use the same key."""
     environments = sorted({-1 if group.environment is None else group.environment for group in groups})
     return digest(f"{environments} {key}".encode()).hex()
 

@@ -1,4 +1,4 @@
-"""Read the records of a large batch while it is being sent, so that only some of them are in memory."""
+"""Read the records of a large batch while it is being sent, so that only some of them are in memory at a time."""
 
 import asyncio
 from collections import deque
@@ -25,7 +25,8 @@ class RecordReader:
         self._loop = asyncio.get_running_loop()
 
     async def begin(self) -> None:
-        """Read the first records. Raises `LogCorrupted` if one of them is gone, and `BusUnavailable`."""
+        """Read the first records. Raises `LogCorrupted` if one of them is gone, and `BusUnavailable` if the bus does
+        not answer."""
         self._read_ahead()
         try:
             for ref, task in self._reading:
@@ -46,7 +47,7 @@ class RecordReader:
         return record
 
     def in_thread(self) -> Iterator[bytes]:
-        """Yield the records in a thread other than the event loop's. Raises the same errors as `begin`."""
+        """Yield the records. Call this in a thread other than the event loop's. Raises the same errors as `begin`."""
         while (record := asyncio.run_coroutine_threadsafe(self.next(), self._loop).result()) is not None:
             yield record
 

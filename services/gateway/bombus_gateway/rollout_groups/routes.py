@@ -1,7 +1,7 @@
-"""The routes of Atropos's trajectory API, for unmodified environments and trainers of Atropos.
+"""The routes of Atropos's trajectory API, for unmodified Atropos environments and trainers.
 
-Refusals have the form that Atropos's server uses. A request that only has to wait gets a 5xx, on which its client
-retries.
+Refusals have the form that Atropos's server uses. A request that only has to wait is answered with a 5xx, after which
+its client retries.
 """
 
 import logging
@@ -51,7 +51,7 @@ RefusalWriter = Callable[[Refused], tuple[int, bytes]]
 
 
 def group_routes(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[list[PlainRoute], dict[str, ASGIApp]]:
-    """Return the routes of one engine, and applications, by path, that answer some of these routes directly.
+    """Return one engine's routes, and the applications, by path, that answer some of these routes directly.
 
     The applications pass requests that they do not answer to `others`, which serves the routes. Routes that begin or
     end a run need the admin key, if there is one.
@@ -117,7 +117,7 @@ def _written(records: RecordReader, accepted: str) -> tuple[dict[str, str], Iter
 
 
 def _piece(parts: Iterator[bytes]) -> bytes:
-    """Return the next parts joined, up to at least `PIECE_BYTES` if there are that many, or b"" after the last."""
+    """Return the next parts, joined up to at least `PIECE_BYTES` if enough are left, or b"" after the last part."""
     piece = bytearray()
     for part in parts:
         piece += part
@@ -157,8 +157,8 @@ class DeliveredBatch(StreamingResponse):
     async def _sent(self, next_piece: Callable[[], Awaitable[bytes]]) -> AsyncIterator[bytes]:
         """Yield the pieces, then check that the client is still connected.
 
-        Pieces are slow to make, so they are made in threads. The check cannot wait until later: once an answer has
-        ended, the server reports its client as disconnected.
+        Pieces are slow to make, so they are made in threads. The check has to be made here: once an answer has ended,
+        the server reports its client as disconnected.
         """
         while piece := await next_piece():
             yield piece
@@ -219,9 +219,9 @@ class GroupRoutes:
     async def batch(self, request: Request) -> Response:
         """Hand out the next batch. A batch that was not fully sent is handed out again.
 
-        A trainer that says which batch it has (`after`) gets the same next batch until it says that it has that next
-        batch. Lost groups are given up, and the next batch is made from the remaining ones. A client whose key is not
-        the trainer's is answered as if no trainer had registered.
+        A trainer that says which batch it has (`after`) keeps getting the same next batch until it says that it has
+        that one. Lost groups are given up, and the next batch is made from the remaining ones. A client whose key is
+        not the trainer's is answered as if no trainer had registered.
         """
         trainer = self._groups.trajectories.trainer
         if trainer is not None and not may_use(trainer.owner, self._gateway.holder_of(request)):

@@ -22,7 +22,8 @@ class SwarmErrorAnswer(BaseModel):
 
 
 class EngineStatusAnswer(BaseModel):
-    """`global_step` counts optimizer steps. `failure` says why the last run ended, `suspended` why this run waits.
+    """`global_step` counts optimizer steps. `failure` says why the last run ended, and `suspended` why this run is
+    waiting.
 
     Calls are answered while `serving_replicas` is positive. `pool_episodes` counts the episodes that have ended but are
     not in a batch yet.
@@ -59,8 +60,8 @@ class DifferencesAnswer(BaseModel):
 
 
 class StartedAnswer(SuccessAnswer):
-    """`begun` names the checkpoint at which the run begins, or says why it begins without one. It is "" if there was no
-    checkpoint."""
+    """`begun` names the checkpoint from which the run begins, or says why it begins without one. It is "" if there was
+    no checkpoint."""
 
     pid: int
     run: int
@@ -148,7 +149,7 @@ class MultiModelEngineAnswer(BaseModel):
 class ClaimedMultiModelEpisodesAnswer(BaseModel):
     """Each multi-model episode maps its engines to their episodes. Times are in seconds since the epoch.
 
-    `client_silence_s` is as in `ClaimedEpisodesAnswer`, and is the shortest of these engines' values.
+    `client_silence_s` has the same meaning as in `ClaimedEpisodesAnswer`, and is the shortest of these engines' values.
     """
 
     success: Literal[True]
@@ -183,7 +184,8 @@ class UsedAnswer(BaseModel):
 
 
 class TouchedAnswer(BaseModel):
-    """`touched` lists the client's open episodes, and `over` all others. `used` is the usage of those touched."""
+    """`touched` lists those of the named episodes that the client has open, and `over` lists all others. `used` is the
+    usage of the touched ones."""
 
     touched: list[str]
     over: list[str]
@@ -191,7 +193,8 @@ class TouchedAnswer(BaseModel):
 
 
 class LearntSequenceAnswer(BaseModel):
-    """A sequence up to its last token to be trained on. The arrays are base64: int32, float32, int32 and bytes."""
+    """A sequence, up to the last token that is to be trained on. The arrays are base64: int32, float32, int32 and
+    bytes."""
 
     tokens: str
     logprobs: str
@@ -210,8 +213,8 @@ class EndedEpisodeAnswer(BaseModel):
 
 
 class EndedEpisodesAnswer(BaseModel):
-    """Ended episodes. Those in `left` did not fit, so ask for them again. Those in `gone` were already taken, aborted
-    or dropped. Those in `lost` are no longer complete on the log, for the given reason."""
+    """Ended episodes. Those in `left` did not fit into the answer, so ask for them again. Those in `gone` were already
+    taken, aborted or dropped. Those in `lost` are no longer complete on the log, for the given reason."""
 
     episodes: list[EndedEpisodeAnswer]
     left: list[str]

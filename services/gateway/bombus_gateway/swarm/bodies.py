@@ -1,6 +1,7 @@
 """The bodies of the swarm API's requests.
 
-The swarm contract's bodies ignore unknown fields, for newer clients; our own bodies refuse them by name.
+The swarm contract's bodies ignore unknown fields, so that newer clients can send them; our own bodies refuse unknown
+fields by name.
 """
 
 import json
@@ -53,7 +54,8 @@ class SyncTrainConfig(ContractBody):
 
 
 class ThrottlePolicyBody(ContractBody):
-    """Limits one client's share of a batch. The gateway applies it, because its views do not show clients' ids."""
+    """Limits one client's share of a batch. The gateway enforces this limit itself, because its views do not show
+    clients' ids."""
 
     ratio: Annotated[float, Field(gt=0)] = 1.5
     expected_batch_size: Annotated[int, Field(ge=0)] = 0
@@ -69,8 +71,8 @@ class ClaimEpisode(ContractBody):
 
 
 class WorkflowOutputBody(ContractBody):
-    """`reward` is one number, a list with one number for each completed call in order, or an object with one number by
-    each call's id (the answer's `id`, without `chatcmpl-`). Auxiliary calls that the job masks get no reward.
+    """`reward` is one number, a list with one number for each completed call in order, or an object that maps each
+    call's id (the answer's `id`, without `chatcmpl-`) to one number. Auxiliary calls that the job masks get no reward.
 
     A metric may be a list, in which case its mean counts. Any other value that the log cannot store is left out, with a
     warning in the gateway's log.
@@ -141,7 +143,7 @@ class ClaimEpisodes(OwnClaim):
     """Claims `count` episodes, all or none. Repeating a claim under its `claim_id` returns the same episodes.
 
     In a run of training operations, `sampler` is the path of the saved model that the episodes' calls sample from, or
-    `base`. With `touches`, the client sends /touch_client every few seconds while it holds any episode, and is
+    `base`. With `touches`, the client sends /touch_client every few seconds while it holds any episode. It is then
     considered dead after a silence of `client_silence_s`, a field of the reply.
     """
 
@@ -151,7 +153,7 @@ class ClaimEpisodes(OwnClaim):
 class ClaimMultiModelEpisodes(OwnClaim):
     """Claims `count` multi-model episodes, all or none. Each consists of one episode on each of these engines.
 
-    For `touches` see `ClaimEpisodes`.
+    For `touches`, see `ClaimEpisodes`.
     """
 
     engines: Annotated[list[Identifier], Field(min_length=2, max_length=limits.MULTI_MODEL_ENGINES)]
@@ -182,7 +184,7 @@ class EndEpisodes(OwnBody):
 
 
 class EndMultiModelEpisodes(OwnBody):
-    """Ends all of these multi-model episodes, or none. Each is the list of its episodes, in any order."""
+    """Ends all of these multi-model episodes, or none. Each is given as the list of its episodes, in any order."""
 
     client_uuid: Identifier
     multi_model_episodes: Annotated[
@@ -199,8 +201,8 @@ class NamedEpisodes(OwnBody):
 
 
 class AbortEpisodes(NamedEpisodes):
-    """Aborts episodes. `failure` is the kind of failure, if any. Without `failure`, `infra` says that no model is to
-    blame, so the episodes do not count in their groups' statistics."""
+    """Aborts episodes. `failure` is the kind of failure, if any. If there is no `failure`, `infra` says that no model
+    is to blame, so the episodes do not count in their groups' statistics."""
 
     infra: bool = False
     detail: Annotated[str, Field(max_length=1000)] = ""
@@ -232,7 +234,7 @@ def parse(model: type[B], body: bytes) -> B:
 
 
 def _validated(model: type[B], body: bytes) -> B:
-    """Validate a body as `model`. Raises `ValidationError`.
+    """Validate a body as `model`. Raises `ValidationError` if the body is invalid.
 
     A report's metadata may contain lone surrogates, deep nesting and integers with thousands of digits, which pydantic
     cannot read. Such a body is decoded by `json` first.
@@ -267,7 +269,7 @@ def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
 
 
 def result_of_end(episode: str, end: EpisodeEndBody) -> EpisodeResult:
-    """Return the result of an episode, including what AgentJet's clients do not report."""
+    """Return the result of an episode, including what only our own clients report."""
     result = result_of(episode, end.task_id, end.workflow_output)
     return msgspec.structs.replace(result, data_set=end.data_set, failure=end.failure)
 

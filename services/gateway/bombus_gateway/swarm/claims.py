@@ -1,4 +1,5 @@
-"""The routes that claim episodes. Claims wait in slices, and are confirmed once the response is written (R13)."""
+"""The routes that claim episodes. A claim waits in slices of time, and is confirmed once the response is written
+(R13)."""
 
 import asyncio
 import itertools
@@ -46,7 +47,7 @@ class Confirmed(JsonResponse):
 
 
 def sampler_of(text: str) -> str:
-    """Return the name on the log of the saved model that episodes sample from. Raises `Refused` for a wrong path."""
+    """Return the log's name for the saved model that episodes sample from. Raises `Refused` for an invalid path."""
     return text if text in ("", inbox.BASE_SAMPLER) else str(read_path(text))
 
 
@@ -58,7 +59,7 @@ class SlicedClaims:
         self._gateway = context.gateway
 
     def idle_limit_s(self, request: Request, wanted_s: float) -> float:
-        """Return the idle limit of a claim: what its client wants, but at most its key's limit."""
+        """Return a claim's idle limit: what the client wants, but at most the limit of the client's key."""
         return min(wanted_s, self._gateway.key_of(request).idle_max_s or wanted_s)
 
     def claim_id(self, request: Request, chosen: str) -> str:
@@ -69,9 +70,9 @@ class SlicedClaims:
     async def claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
     ) -> Granted | MultiModelGranted | Refused:
-        """Retry a claim until it is granted, `wait_s` is over, the client hangs up or the gateway is stopping.
+        """Retry a claim until it is granted, `wait_s` is over, the client hangs up, or the gateway is stopping.
 
-        Return the refusal if there is no episode now. Raises `Refused` for a claim that could never be granted.
+        Return the refusal if no episode is available. Raises `Refused` for a claim that could never be granted.
         """
         check_storage(self._context.gateway.follower.hive)
         loop = asyncio.get_running_loop()
@@ -171,8 +172,8 @@ class ClaimRoutes:
         return self._claims.idle_limit_s(request, limit_s)
 
     def _throttled(self, claim: inbox.Claim, wanted: bodies.ThrottlePolicyBody) -> Refused | None:
-        """Return a refusal if the client's own policy makes it wait. Swarm contract clients retry when they see its
-        text."""
+        """Return a refusal if the client's own policy makes the claim wait. Clients that implement the swarm contract
+        retry when they see the refusal's text."""
         policy = throttle_policy(wanted)
         if policy is None or claim.type != EpisodeType.TRAIN:
             return None
@@ -218,7 +219,8 @@ class ClaimRoutes:
     def _terms(self, granted: Granted) -> views.JsonObject:
         """Return the terms of a claim. Times are in seconds since the epoch.
 
-        `discard_at` is when the episode is aborted if it shows no sign of life; each call and touch postpones it.
+        `discard_at` is the time at which the episode is aborted if it shows no sign of life; each call and touch
+        postpones this time.
         """
         return {
             "discard_at": granted.claimed_ns / 1e9 + granted.discard_timeout_s,

@@ -1,4 +1,4 @@
-"""What one engine's swarm routes share: the engine's state, and a way to carry out commands."""
+"""What an engine's swarm routes share: the engine's state, and a way to carry out commands."""
 
 import uuid
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class EngineContext:
         self.engine = engine
 
     async def read(self, request: Request, model: type[B], bounds: BodyLimits = SWARM) -> tuple[bytes, B]:
-        """Return a request's body, as bytes and as `model`. Raises `Refused`, naming the fields that are wrong."""
+        """Return a request's body, both as bytes and as `model`. Raises `Refused`, naming the fields that are wrong."""
         return await self.gateway.bodies.read(request, bounds, lambda raw: (raw, parse(model, raw)))
 
     @property
@@ -40,7 +40,7 @@ class EngineContext:
     async def execute(
         self, request: Request, command: Message, wait_s: float = 0.0, answer_s: float = inf
     ) -> AnyAnswer:
-        """Carry out a command. Afterwards this gateway's own reads show its effect.
+        """Carry out a command. When this returns, the command's effect is visible to this gateway's own reads.
 
         `wait_s` is how long the command itself may wait. Its answer must arrive within `answer_s` after that, or within
         the bus's timeout if that is shorter.
@@ -69,8 +69,8 @@ class EngineContext:
     def base_url(self, request: Request) -> str:
         """Return the URL of the OpenAI API at the root, where the key determines the engine.
 
-        It does not contain `/e/<engine>`, because AgentJet's client puts its own address, which does, before the path.
-        Nor does it contain a path key (access.py), because agents use their episode's key.
+        The URL does not contain `/e/<engine>`, because AgentJet's client puts its own address, which contains it,
+        before the path. Nor does the URL contain a path key (access.py), because agents use their episode's key.
         """
         origin = self.gateway.settings.public_url.rstrip("/") or f"{request.url.scheme}://{request.url.netloc}"
         return f"{origin}/v1"
@@ -88,7 +88,8 @@ class EngineContext:
         }
 
     async def held(self, client: str, claimed_ids: Iterable[str]) -> dict[str, str]:
-        """Return which of these ids are open episodes of the client, each with the episode's name on the log."""
+        """Return those of these ids that belong to the client's open episodes, each with the episode's name on the
+        log."""
         names: dict[str, str] = {}
         for claimed_id in claimed_ids:
             with suppress(Refused):

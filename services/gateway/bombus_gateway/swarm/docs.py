@@ -1,7 +1,7 @@
 """The OpenAPI description of the swarm routes.
 
-FastAPI generates it from routes that are never called. Analysing each of them takes a millisecond, so this is done when
-the document is first requested, not at every gateway's start.
+FastAPI generates it from routes that are never called. Analysing each of them takes a millisecond, so this is done only
+when the document is first requested, not every time a gateway starts.
 """
 
 from collections.abc import Iterable

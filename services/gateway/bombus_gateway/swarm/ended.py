@@ -33,7 +33,7 @@ class EndedEpisodes:
     async def read(self, request: Request) -> Response:
         """Return the sequences of ended episodes. Episodes that do not fit into one answer are listed as `left`.
 
-        Episodes in `gone` were taken, aborted or dropped. For those in `lost`, the log lacks some calls.
+        Episodes in `gone` were taken, aborted or dropped. For episodes in `lost`, the log no longer has all calls.
         """
         _, body = await self._context.read(request, bodies.NamedEpisodes)
         names = {claimed_id: self._context.gateway.keys.episode_of(claimed_id) for claimed_id in body.episode_uuids}
@@ -100,8 +100,8 @@ class EndedEpisodes:
         return {"episodes": found, "left": left, "gone": gone, "lost": lost}
 
     async def _episode(self, claimed_id: str, completed: Completed) -> EndedEpisode:
-        """Read the calls of an episode. Auxiliary calls that the job does not train on serve only as context for other
-        calls."""
+        """Read the calls of an episode. If the job does not train on auxiliary calls, these serve only as context for
+        other calls."""
         calls = BusCallReader(self._context.gateway.bus)
         records = await calls.records(completed.calls)
         context = await ancestors(calls, records)

@@ -37,7 +37,7 @@ class EngineRoutes:
         return JsonResponse(views.engine_status(state, time.time_ns(), refusing))
 
     async def sync_train_config(self, request: Request) -> Response:
-        """Set the engine's job, which is possible only while the engine is OFFLINE. The latest job is used."""
+        """Set the engine's job, replacing any earlier one. This is possible only while the engine is OFFLINE."""
         raw, body = await self._context.read(request, bodies.SyncTrainConfig)
         config = await asyncio.to_thread(parse_job, body.yaml_as_string)
         command = self._context.command_id(request, "configure", "", raw)
@@ -47,7 +47,7 @@ class EngineRoutes:
         return JsonResponse({"success": True, "config_digest": config.digest, "ignored": config.ignored})
 
     async def compare_train_config(self, request: Request) -> Response:
-        """Return the differences between a client's job and the one that the engine runs. Nothing is changed."""
+        """Return the differences between a client's job and the one that the engine is running. Nothing is changed."""
         _, body = await self._context.read(request, bodies.CompareTrainConfig)
         wanted = await asyncio.to_thread(parse_job, body.yaml_as_string)
         running = self._context.state.active
@@ -56,7 +56,8 @@ class EngineRoutes:
         return JsonResponse({"differences": views.job_differences(running.config, wanted.to_json())})
 
     async def start_engine(self, request: Request) -> Response:
-        """Start the engine with the latest job. The reply is held back until clients can see that it is not OFFLINE."""
+        """Start the engine with the latest job. The reply is held back until clients can see that the engine is no
+        longer OFFLINE."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         command = inbox.Start(id=self._context.command_id(request, "start", "", b""), engine=self._context.engine)
@@ -87,7 +88,7 @@ class EngineRoutes:
         return await self._done(request, command)
 
     async def agree_sync_weight(self, request: Request) -> Response:
-        """Vote to train now, because this client has sampled enough. Only some collection methods wait for votes."""
+        """Vote to train now, because the client has sampled enough. Only some collection methods wait for votes."""
         raw, body = await self._context.read(request, bodies.AgreeSyncWeight)
         command = inbox.AgreeSync(
             id=self._context.command_id(request, "agree", body.client_uuid, raw),
@@ -97,16 +98,16 @@ class EngineRoutes:
         return await self._done(request, command)
 
     async def get_pool_information(self, request: Request) -> Response:
-        """Return the progress of the next batch. A client that passes its `client_uuid` is shown under that id."""
+        """Return the progress of the next batch. If a client passes its `client_uuid`, it is shown under that id."""
         reader = request.query_params.get("client_uuid", "")
         return JsonResponse(views.pool_information(self._context.state, time.time_ns(), reader))
 
     async def get_server_experiment_dir(self, request: Request) -> Response:
-        """Return the folder in which the trainer keeps this run's weights, or null before there are any."""
+        """Return the folder in which the trainer keeps this run's weights, or null if there are no weights yet."""
         return JsonResponse({"server_experiment_dir": views.experiment_dir(self._context.state)})
 
     async def sync_train_code(self, request: Request) -> Response:
-        """Refuse the code that newer contract clients upload to be run in the trainer."""
+        """Refuse code to be run in the trainer, which newer clients of the swarm contract upload."""
         raise Refused(
             Code.UNSUPPORTED,
             "sync_train_code is not supported: code that a client sends is never run. Install it with the trainer.",
@@ -135,8 +136,8 @@ class EngineRoutes:
 
 
 def _failure(error: Refused, reason: str) -> Response:
-    """Return a 200 with `success` false and the error's text in the field `reason`. Raise a 503, which clients can
-    retry."""
+    """Return a 200 with `success` false and the error's text in the field `reason`. If the error is a 503, which
+    clients can retry, raise it instead."""
     if error.status == 503:
         raise error
     return JsonResponse({"success": False, reason: error.why, "code": error.code})

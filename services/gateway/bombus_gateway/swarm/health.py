@@ -32,7 +32,7 @@ class ReadyAnswer(BaseModel):
 
 
 def health_router(gateway: Gateway, engine: str) -> APIRouter:
-    """Return the routes of one engine. They need no key, since load balancers and orchestrators have none."""
+    """Return one engine's routes. They need no key, since load balancers and orchestrators have none."""
     router = APIRouter(tags=["health"])
 
     @router.get(
@@ -83,7 +83,8 @@ async def _why_not_ready(gateway: Gateway, engine: str) -> str:
 
 
 def _why_not_served(engine: EngineState) -> str:
-    """Return why no replica would answer calls for an engine, or "" if one would, or if no replica is needed now."""
+    """Return why no replica would answer calls for an engine. Return "" if a replica would, or if none is needed
+    now."""
     if not engine.has_policy and not engine.serves_operations:
         return ""
     if engine.phase == Phase.BOOTING:

@@ -75,7 +75,8 @@ class MultiModelRoutes:
         return JsonResponse({"success": True})
 
     async def abort(self, request: Request) -> Response:
-        """Abort multi-model episodes, each named by one or more of its episodes. Those that are over do not change."""
+        """Abort multi-model episodes, each named by one or more of its episodes. Episodes that are already over do not
+        change."""
         raw, body = await self._context.read(request, bodies.AbortEpisodes)
         command = self._context.command_id(request, "abort", body.client_uuid, raw)
         by_engine: dict[str, list[str]] = {}
@@ -99,7 +100,7 @@ class MultiModelRoutes:
     async def touch(self, request: Request) -> Response:
         """Keep episodes alive, along with all other episodes of the same multi-model episodes.
 
-        The reply lists the episodes that are over, and the usage so far of the calls in the episodes that are not.
+        The reply lists the episodes that are over and, for those that are not, the usage of their calls so far.
         """
         _, body = await self._context.read(request, bodies.NamedEpisodes)
         by_engine: dict[str, list[str]] = {}
@@ -123,7 +124,8 @@ class MultiModelRoutes:
         return context.state
 
     def _results(self, ends: Sequence[bodies.EpisodeEndBody]) -> dict[str, EpisodeResult]:
-        """Return the results of a multi-model episode, by engine. Raises `Refused` if one engine has several."""
+        """Return the results of a multi-model episode, by engine. Raises `Refused` if there are several for one
+        engine."""
         names = [self._context.gateway.keys.episode_of(end.episode_uuid) for end in ends]
         found = {engine_of(name): result_of_end(name, end) for name, end in zip(names, ends, strict=True)}
         if len(found) < len(ends):
@@ -138,7 +140,7 @@ class MultiModelRoutes:
             raise Refused(Code.OTHER_CLAIM, CLAIM_OVER)
 
     def _failure(self, refused: Refused, engines: Sequence[str]) -> views.JsonObject:
-        """Return why a claim failed, with the status of the engine that is furthest from granting episodes."""
+        """Return why a claim failed, along with the status of the engine that is furthest from granting episodes."""
         states = [self._state(name) for name in engines]
         held_up = min(states, key=lambda state: (state.phase != Phase.OFFLINE, state.granting))
         status = {"engine_status": held_up.phase, "suspended": held_up.suspended}

@@ -10,9 +10,10 @@ TURNS_MAX = 1000
 
 
 async def replay_call(bus: Bus, ref: CallRef, model: str) -> dict[str, Any]:
-    """Return `{input, output}` of the call at `ref`, including its earlier turns.
+    """Return `{input, output}` for the call at `ref`, including its earlier turns.
 
-    Raises `LogCorrupted` if the log no longer has them, and `Refused(TOO_LARGE)` if the conversation is very long.
+    Raises `LogCorrupted` if the log no longer has these turns, and `Refused(TOO_LARGE)` if the conversation is very
+    long.
     """
     chain = await _chain(bus, ref)
     last = chain[-1]

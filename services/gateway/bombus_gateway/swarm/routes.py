@@ -1,7 +1,8 @@
 """The swarm API: claim, end and abort episodes, start and stop an engine, and read its state.
 
-It serves the routes of the swarm contract to the letter, so that its clients run unmodified, and our own routes, which
-take whole groups in one request. Reads are answered from the folded state; commands go through the inbox (R1).
+It serves the swarm contract's routes to the letter, so that clients of the contract run unmodified. It also serves our
+own routes, which take whole groups in one request. Reads are answered from the folded state; commands go through the
+inbox (R1).
 """
 
 import logging
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class SwarmRoute(NamedTuple):
-    """A route of the swarm API. `body` is the type of the request's body, for the OpenAPI document."""
+    """A route of the swarm API. `body` is the type of the request's body, which the OpenAPI document describes."""
 
     access: Access
     method: str
@@ -46,7 +47,7 @@ _client, _control = partial(SwarmRoute, Access.CLIENT), partial(SwarmRoute, Acce
 
 
 def plain(gateway: Gateway, routes: Iterable[SwarmRoute]) -> list[PlainRoute]:
-    """Return the routes with two checks added: the caller's key may use them, and the log is folded."""
+    """Return the routes with two checks added: that the caller's key may use them, and that the log is folded."""
     guards = {Access.CLIENT: gateway.clients, Access.CONTROL: gateway.control}
     found: list[PlainRoute] = []
     for access, method, path, handler, _ in routes:
@@ -100,7 +101,7 @@ def multi_model_routes(gateway: Gateway) -> list[SwarmRoute]:
 
 
 class EpisodeRoutes:
-    """The routes of claimed episodes, which are named by the ids that their claims returned."""
+    """The routes for claimed episodes. Requests name an episode by the id that its claim returned."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
@@ -169,7 +170,7 @@ class EpisodeRoutes:
     async def touch_episodes(self, request: Request) -> Response:
         """Keep episodes alive while their agents make no calls.
 
-        The reply lists the episodes that are over, and the usage so far of the calls in the episodes that are not.
+        The reply lists the episodes that are over and, for those that are not, the usage of their calls so far.
         """
         _, body = await self._context.read(request, bodies.NamedEpisodes)
         held = await self._context.held(body.client_uuid, body.episode_uuids)
@@ -191,8 +192,8 @@ class EpisodeRoutes:
         return JsonResponse(views.episode_buffer(self._context.state, self._context.base_url(request)))
 
     async def replay_latest_llm_call(self, request: Request) -> Response:
-        """Return `{input, output}` of the newest complete call of an episode or, with the admin key, of all
-        episodes."""
+        """Return `{input, output}` for the newest complete call of an episode or, with the admin key, of all episodes
+        together."""
         _, body = await self._context.read(request, bodies.ReplayLatestCall)
         ref = views.latest_call(self._context.state, self._replayed(request, body.episode_uuid))
         if ref is None:
@@ -207,7 +208,7 @@ class EpisodeRoutes:
         """Return the name of the episode whose call is requested, or "" for any episode.
 
         Only a request with the hive's admin key may read the calls of all episodes. If the hive has no admin key, no
-        request may.
+        request may read them.
         """
         if claimed_id:
             return self._context.gateway.keys.episode_of(claimed_id)

@@ -1,7 +1,7 @@
 """The state of an engine in the swarm contract's format, as pure functions of the folded log.
 
-All clients may read these views, so episodes and clients are numbered in them. No view contains an id, except the
-reader's own.
+All clients may read these views, so the views number episodes and clients. No view contains an id, except the reader's
+own.
 """
 
 import json
@@ -55,7 +55,7 @@ def used(episode: Episode) -> JsonObject:
 def job_differences(running: str, wanted: str) -> JsonObject:
     """Return the settings that differ between the running job and the wanted one, with both values.
 
-    Both jobs are the JSON of a `RunConfig`. A job from an older log may lack settings; these are not compared.
+    Both jobs are given as the JSON of a `RunConfig`. A job from an older log may lack settings; these are not compared.
     """
     running_job, wanted_job = json.loads(in_todays_fields(running)), json.loads(wanted)
     return {
@@ -148,7 +148,7 @@ def experiment_dir(engine: EngineState) -> str | None:
 
 
 def latest_call(engine: EngineState, episode_id: str = "") -> CallRef | None:
-    """Return the newest complete call of an episode, or of all episodes that the state still holds."""
+    """Return the newest complete call of an episode or, without an id, of all episodes that the state still holds."""
     refs: list[CallRef] = []
     for episode in engine.open.values():
         if episode_id in ("", episode.id):

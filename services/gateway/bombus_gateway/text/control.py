@@ -1,9 +1,9 @@
 """Prevents the texts of messages from forging control tokens.
 
 A control token is a special token, or an added token that the chat template writes, such as `<tool_response>`. The text
-of a message may contain the name of a control token. Before a conversation is rendered, such names in it are replaced
-by placeholders: single characters that do not occur in the conversation. All names in the rendering are then the
-template's own, and only these are encoded as control tokens. The placeholders are turned back into names, which are
+of a message may contain the name of a control token. Before a conversation is rendered, such names in its messages are
+replaced by placeholders: single characters that do not occur in the conversation. All names in the rendering are then
+the template's own, and only these are encoded as control tokens. The placeholders are turned back into names, which are
 encoded as text.
 """
 
@@ -74,8 +74,8 @@ class ControlTokens:
         return self._pattern.sub(lambda found: words.get(found.group(), found.group()), text)
 
     def placeholders(self, names: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
-        """Return a character for each name. None of these characters occurs in `texts`, whether as it is or escaped as
-        in ASCII JSON.
+        """Return a character for each name. None of these characters occurs in `texts`, either as it is or in the
+        escaped form of ASCII JSON.
 
         Raises `Refused` if there are fewer such characters than names.
         """
@@ -91,14 +91,15 @@ class ControlTokens:
         """Return whether a text contains a control token's name, or could be turned into one by a template or
         tokenizer.
 
-        That is possible for a name in a different case, for a text that begins or ends with part of a name and, if
-        `inner`, for a text that is most of a name. Templates put such texts between others, change their case, or
-        replace parts of them.
+        The latter is possible for a text that contains a name in a different case, for a text that begins or ends with
+        part of a name and, if `inner`, for a text that is most of a name. Templates put such texts between others,
+        change their case, or replace parts of them.
         """
         return any(self._is_like_a_name(form, inner) for form in self._forms(text))
 
     def _forms(self, text: str) -> Iterator[str]:
-        """Yield a text in lower case: unchanged, as the tokenizer normalizes it, and as the template changes it.
+        """Yield a text, in lower case, in several forms: unchanged, as the tokenizer normalizes it, and as the template
+        changes it.
 
         A template makes several changes, in an order that is not evident from its source, so all are applied twice.
         """
@@ -142,9 +143,9 @@ class ControlTokens:
         return self._ids[token]
 
     def encode(self, text: str, placeholders: Mapping[str, str], guarded: bool = False) -> list[int]:
-        """Encode a rendered conversation in which each placeholder stands for a name that must be encoded as text.
+        """Encode a rendered conversation in which each placeholder represents a name that must be encoded as text.
 
-        `guarded` means that the tokenizer may mistake texts in it for names of control tokens.
+        `guarded` means that the tokenizer may mistake texts in the conversation for names of control tokens.
         """
         if not placeholders and not (guarded and self._has_normal):
             return self._parts.encode(text)
@@ -152,7 +153,7 @@ class ControlTokens:
         return encoded(self._tokenizer_without_names(), text)
 
     def _normal_names(self) -> set[str]:
-        """Return, in normalized form, the names that the tokenizer searches for only in normalized text."""
+        """Return, in normalized form, the names for which the tokenizer searches only in normalized text."""
         if self._fast.normalizer is None:
             return set()
         added = self._fast.get_added_tokens_decoder().values()
@@ -169,35 +170,38 @@ class ControlTokens:
 
 
 def _folded(text: str) -> str:
-    """Return a text stripped and in lower case, so that texts that differ only in case and outer white space become
+    """Return a text stripped and in lower case, so that texts that differ only in case or in outer white space become
     equal."""
     return text.upper().lower().replace("▁", " ").strip()
 
 
 def _is_signed(name: str) -> bool:
-    """Return whether a name begins with two punctuation characters that are rare in other texts, unlike `</`."""
+    """Return whether a name begins with two punctuation characters that, unlike `</`, are rare in other texts."""
     return len(name) > 2 and name[:2] != "</" and not any(each.isalnum() or each.isspace() for each in name[:2])
 
 
 def _starts(name: str) -> set[str]:
-    """Return the proper prefixes of a name, except single letters, digits and spaces, with which many texts end."""
+    """Return the proper prefixes of a name, except those that are a single letter, digit or space, since many texts end
+    with one."""
     shortest = 2 if name[:1].isalnum() or name[:1].isspace() else 1
     return {name[:length] for length in range(shortest, len(name))}
 
 
 def _ends(name: str) -> set[str]:
-    """Return the proper suffixes of a name that have at least two characters, as many texts begin with a single one."""
+    """Return the proper suffixes of a name that have at least two characters, since many texts begin with any single
+    one."""
     return {name[-length:] for length in range(2, len(name))}
 
 
 def _inner(name: str) -> set[str]:
-    """Return the substrings of a name that lack one to three characters at each end, but at most half of the name."""
+    """Return the substrings of a name that lack one to three characters at each end, and at most half of the name in
+    total."""
     cut = [(start, end) for start in range(1, 4) for end in range(1, 4) if 2 * (start + end) <= len(name)]
     return {name[start : len(name) - end] for start, end in cut}
 
 
 def restored(text: str, placeholders: Mapping[str, str]) -> str:
-    """Return a text with its placeholders replaced by the names that they stand for."""
+    """Return a text with its placeholders replaced by the names that they represent."""
     if not placeholders:
         return text
     return text.translate({ord(character): name for name, character in placeholders.items()})

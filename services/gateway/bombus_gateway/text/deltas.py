@@ -1,4 +1,4 @@
-"""The deltas that are read from a completion while it is generated: text, reasoning and tool calls."""
+"""The deltas that are read from a completion while it is being generated: text, reasoning and tool calls."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Determines the form in which a chat template expects messages, which differs from template to template."""
+"""Determines the form in which a chat template expects messages. The form differs from template to template."""
 
 import hashlib
 import itertools
@@ -27,8 +27,8 @@ class Form(msgspec.Struct, frozen=True):
     """The form in which a template expects messages.
 
     `parts`: texts are lists of parts. `text_arguments`: a call's arguments are JSON text, not a mapping.
-    `fill_content`: a message without content gets empty content. `short_ids`: call ids have nine letters and digits.
-    `developer_as_system`: the template renders the role `system` but not `developer`.
+    `fill_content`: a message without content gets empty content. `short_ids`: call ids consist of nine letters and
+    digits. `developer_as_system`: the template renders the role `system` but not `developer`.
     """
 
     parts: bool = False
@@ -98,7 +98,7 @@ def user(content: str) -> ChatMessage:
 
 
 def call_of(words: Sequence[str], prefix: str = "call") -> ChatMessage:
-    """Return an assistant's message with one call of `TOOL` for each word. Each call's id is the prefix and a
+    """Return an assistant message with one call of `TOOL` for each word. Each call's id consists of the prefix and a
     number."""
     return {
         "role": "assistant",
@@ -123,8 +123,8 @@ SAMPLES: list[list[ChatMessage]] = [  # conversations with each of the roles
 
 
 def find_form(template: ChatTemplate) -> Form:
-    """Return the form in which a template expects messages, or the default form if the template renders none of the
-    forms tried."""
+    """Return the form in which a template expects messages. If the template renders none of the forms that are tried,
+    return the default form."""
     parts = not _shows(template, Form(), [user(WORD)]) and _shows(template, Form(parts=True), [user(WORD)])
     found = Form(parts=parts)
     conversation = [user("look"), call_of([WORD]), {"role": "tool", "tool_call_id": "call_0", "content": "rose"}]

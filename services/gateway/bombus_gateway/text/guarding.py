@@ -1,4 +1,5 @@
-"""Renders conversations so that their texts cannot forge control tokens. Refuses them if this is uncertain."""
+"""Renders conversations so that their texts cannot forge control tokens. A conversation for which this is uncertain is
+refused."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,10 +26,10 @@ _Held = tuple[int, str]  # (index of a part, name of a control token in it)
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """A conversation as text. `placeholders` maps names of control tokens in messages to the characters that replace
-    them.
+    """A conversation as text. `placeholders` maps the names of control tokens in its messages to the characters that
+    replace them.
 
-    `suspect` is true if a text of the conversation may become a control token in another way. The conversation is then
+    `suspect` is true if a text in the conversation may become a control token in another way. The conversation is then
     encoded with `guarded`.
     """
 
@@ -49,12 +50,13 @@ class TextGuard:
         self._special_names = frozenset(special_names)
 
     def render(self, render: RenderParts, parts: Sequence[Any]) -> Rendered:
-        """Render the messages and tools of a conversation. Raises `TemplateRefused`, and `Refused` for a forgery.
+        """Render the messages and tools of a conversation. Raises `TemplateRefused` if the template refuses them, and
+        `Refused` for a forgery.
 
         A template may look for the name of a control token in a message, as some do to find reasoning in it. Such a
         name is not replaced, since that would change the rendering. If a text becomes a control token because of this,
-        or because the template changes texts, all names are replaced. If a text still becomes one, the conversation is
-        refused.
+        or because the template changes texts, all names are replaced. If a text still becomes a control token, the
+        conversation is refused.
         """
         plain = render(parts)
         suspects = [self._suspects(part) for part in parts]
@@ -86,9 +88,9 @@ class TextGuard:
         return "tools" if index == len(suspects) - 1 else f"messages.{index}"
 
     def _held(self, parts: Sequence[Any]) -> list[_Held]:
-        """Return the names in each part, sorted by name, with those in the assistant's messages last.
+        """Return the names in each part, sorted by name, with those in assistant messages last.
 
-        Added tokens that are not special, such as `<think>`, are allowed in an assistant's message, as models write
+        Added tokens that are not special, such as `<think>`, are allowed in an assistant message, since models write
         them.
         """
         found = [(index, name) for index, part in enumerate(parts) for name in self._names(part)]
@@ -109,9 +111,9 @@ class TextGuard:
     def _allowed(
         self, render: RenderParts, parts: Sequence[Any], suspects: Sequence[set[str]], left: Collection[_Held]
     ) -> Counter[int] | None:
-        """Count the control tokens of the conversation with its suspect texts replaced by harmless words.
+        """Count the conversation's control tokens when its suspect texts are replaced by harmless words.
 
-        The names that the template looks for in an assistant's message are not replaced. Returns None if the template
+        The names that the template looks for in an assistant message are not replaced. Returns None if the template
         refuses the words.
         """
         word = free_word(strings(parts))
@@ -131,9 +133,9 @@ class TextGuard:
     def _words(self, word_of: Mapping[str, str], kept: Collection[str], word: str) -> dict[str, str]:
         """Return a replacement for each text: the first of three forms that is harmless.
 
-        The first form is the text with each name not in `kept` replaced by a word. The second is the same between two
-        words. The third is only words, with the kept names between them. The first two keep the rest of the text, since
-        the template may look for something in it, such as `/no_think`.
+        The first form is the text, with a word in place of each name that is not in `kept`. The second is the first
+        form between two words. The third consists only of words, with the kept names between them. The first two keep
+        the rest of the text, since the template may look for something in it, such as `/no_think`.
         """
         none = dict.fromkeys(kept, "")
         others = dict.fromkeys(self._control.names - frozenset(kept), word)
@@ -176,9 +178,9 @@ class _Trial:
         self.left: set[_Held] = set()
 
     def settle(self, pairs: Sequence[_Held]) -> None:
-        """Replace the names that the template does not look for: all together if possible, otherwise by bisection.
+        """Replace the names that the template does not look for: all at once if possible, otherwise by bisection.
 
-        If that takes more than `TRIES` renderings, the remaining names are not replaced.
+        If the bisection takes more than `TRIES` renderings, the remaining names are not replaced.
         """
         if not pairs:
             return
@@ -207,8 +209,8 @@ class _Trial:
         return True
 
     def _is_same(self, text: str) -> bool:
-        """Return whether a text is the rendering without placeholders, perhaps in another order, since some templates
-        sort names."""
+        """Return whether a text is the same as the rendering without placeholders, except perhaps for its order, since
+        some templates sort names."""
         if text == self._plain:
             return True
         return len(text) == len(self._plain) and Counter(text) == Counter(self._plain)
@@ -258,9 +260,9 @@ def changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()
 
 
 def changed_part(part: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to the texts of a message or of the list of tools, except the few that templates compare.
+    """Apply `change` to the texts in a message or in the list of tools, except for the few that templates compare.
 
-    Those are the role of the message, and the types of its content parts, calls and tools.
+    The exceptions are the role of the message, and the types of its content parts, calls and tools.
     """
     if not isinstance(part, Mapping):
         return changed(part, change, _TYPE)

@@ -34,7 +34,7 @@ _CALLS: list[list[ChatMessage]] = [
 
 
 class NotRendered(Refused):
-    """Raised for a conversation that the model's chat template refuses or would drop part of."""
+    """Raised for a conversation that the model's chat template refuses, or part of which it would drop."""
 
     def __init__(self, why: str) -> None:
         super().__init__(Code.MALFORMED, why)
@@ -52,16 +52,16 @@ class LossCheck:
         self.shows_calls = all(map(self._shows_words, _CALLS))
 
     def _shows_words(self, messages: Sequence[ChatMessage]) -> bool:
-        """Return whether the rendering contains the arguments of all calls. Return true if the template refuses the
+        """Return whether the rendering contains the arguments of all calls, or true if the template refuses the
         messages."""
         rendered = self._rendered(messages, [TOOL])
         words = (WORD, _OTHER)[: len(messages[1]["tool_calls"])]
         return rendered is None or all(word in rendered for word in words)
 
     def given(self, render: RenderText, values: Iterable[str]) -> Self:
-        """Return a check of the same template with other variables.
+        """Return a check for the same template with other variables.
 
-        The template may then write `values`, and may no longer show tools.
+        With these, the template may write `values`, and may no longer show tools.
         """
         made = copy.copy(self)
         made._render = render
@@ -87,7 +87,8 @@ class LossCheck:
     def _loses_tools(self, messages: Sequence[ChatMessage], tools: _Tools, text: str) -> bool:
         """Return whether the template ignores the tools.
 
-        A tool's name in the text is not enough evidence that the template shows it, since calls contain names too.
+        A tool's name in the text is not enough evidence that the template shows the tool, since calls contain names
+        too.
         """
         if not all(tool["function"]["name"] in text for tool in tools):
             return True
@@ -98,11 +99,13 @@ class LossCheck:
         return self._rendered(messages, others) == text
 
     def _lost_content(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
-        """Return the index of the first message, except the assistant's, whose content does not affect the rendering.
+        """Return the index of the first message, not counting the assistant's, whose content does not affect the
+        rendering.
 
-        If there are only a few contents, each is first searched for in the text. One that occurs there as often as in
-        the conversation is not lost, unless the template itself writes the same words. To check the rest, a unique word
-        is added to each, and the first messages whose word is missing from the rendering are then checked one by one.
+        If there are only a few contents, each is first searched for in the text. A content that occurs there as often
+        as in the conversation is not lost, unless the template itself writes the same words. To check the rest, a
+        unique word is added to each, and the first messages whose word is missing from the rendering are then checked
+        one by one.
         """
         everything = [*strings([messages, tools])]
         suspects = [
@@ -115,7 +118,7 @@ class LossCheck:
         return self._first_lost(suspects, partial(_with_words, messages), tools, text, free_word(everything))
 
     def _is_sure(self, content: str, text: str, everything: Sequence[str]) -> bool:
-        """Return whether `content` occurs in the text, plain or as JSON, at least as often as in the whole
+        """Return whether `content` occurs in the text, as it is or as JSON, at least as often as in the whole
         conversation."""
         if len(content) < SURE_CHARACTERS or content in self._written:
             return False
@@ -125,7 +128,7 @@ class LossCheck:
     def _lost_call(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
         """Return the index of the first message with a call that does not affect the rendering.
 
-        If the template is known to render the calls of every kind of turn, only the function names are searched for.
+        If the template is known to render calls in every kind of turn, only the function names are searched for.
         """
         unnamed = _unnamed_call(messages, text, since)
         if unnamed is not None or self.shows_calls:

@@ -1,8 +1,8 @@
 """A chat message as the gateway stores, compares and renders it, and the ids of the calls in it.
 
-The gateway makes the call ids that clients receive, and includes in each the id that the model wrote. The model's own
-ids are not enough: some models number the calls of each answer from 0, so these ids do not show which answer a message
-echoes. In later prompts, the model reads the id that it wrote, both in the call and in the result.
+The gateway makes the call ids that clients receive, and includes in each one the id that the model wrote. The model's
+own ids are not enough: some models number the calls in each answer from 0, so their ids do not show which answer a
+message echoes. In later prompts, the model reads the id that it wrote, both in the call and in the result.
 """
 
 import re
@@ -22,7 +22,7 @@ _ours = re.compile(rf"call_[0-9a-f]{{20}}[0-9]+_[0-9]+(?:-({_own.pattern}))?", r
 def id_of_call(call: str, choice: int, number: int, own: str) -> str:
     """Return the id of tool call `number` in choice `choice` of model call `call`.
 
-    `own` is the id that the model wrote, or empty. It is left out if it is too long or has unusual characters.
+    `own` is the id that the model wrote, or empty. An `own` that is too long or has unusual characters is left out.
     """
     ours = f"call_{call[:20]}{choice}_{number}"
     return f"{ours}-{own}" if _own.fullmatch(own) else ours

@@ -1,4 +1,4 @@
-"""Encodes a text in parts, split at its added tokens, and caches the parts, since prompts share most of them."""
+"""Encodes a text in parts, split at its added tokens. The parts are cached, since prompts share most of them."""
 
 import re
 from array import array
@@ -19,8 +19,8 @@ class PartEncoder:
 
     A tokenizer first finds its added tokens, then encodes the parts between them. If the tokens of a part do not depend
     on the surrounding text, each part is encoded once and cached (`splits` is true). Some tokenizers treat the first
-    part differently, and some added tokens include the white space around them: such tokenizers encode each text as a
-    whole.
+    part differently, and in some, added tokens include the white space around them. With such tokenizers, each text is
+    encoded as a whole.
     """
 
     def __init__(self, fast: Fast) -> None:
@@ -31,7 +31,7 @@ class PartEncoder:
         self.splits = bool(self._ids) and self._is_same_in_parts()
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text. The tokens are the same as the tokenizer itself would return."""
+        """Encode a text. The result is the same as the tokenizer itself would return."""
         return self._in_parts(text) if self.splits else encoded(self._fast, text)
 
     def _in_parts(self, text: str) -> list[int]:

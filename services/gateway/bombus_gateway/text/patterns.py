@@ -10,7 +10,8 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def _branches(names: Collection[str]) -> str:
-    """Return a pattern that tries each common prefix of the names only once, as some models have a thousand names."""
+    """Return a pattern that tries each common prefix of the names only once, since some models have a thousand
+    names."""
     rests: dict[str, set[str]] = {}
     for name in names:
         if name:

@@ -1,7 +1,7 @@
-"""A short digest of a model's prompts, which differs between gateways that would render them differently.
+"""A short digest of a model's prompts. It differs between gateways that would render the prompts differently.
 
 All gateways of a run have the same files and the same job, but different versions of bombus or of a library may render
-them differently. So the digest includes rendered conversations.
+conversations differently. So the digest includes rendered conversations.
 """
 
 import json

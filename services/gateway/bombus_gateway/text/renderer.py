@@ -1,4 +1,4 @@
-"""Renders conversations with the model's own chat template, to the same token ids as transformers."""
+"""Renders conversations with the model's own chat template, to the same token ids as transformers does."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ class Probe(msgspec.Struct, frozen=True):
     """A conversation with unique words in place of the sampled texts.
 
     The first `count` messages are the history. All words begin with `word`; `last` is the word at the end of message
-    `count`. `sampled` lists the texts that must be rendered after the prompt of that message. `unclosed` says whether
+    `count`. `sampled` lists the texts that must be rendered after the prompt for that message. `unclosed` says whether
     that message ends within its reasoning.
     """
 
@@ -69,7 +69,7 @@ class TemplateRenderer:
     """Renders the conversations of one model.
 
     `history` says what to do if the template drops sampled text, such as the reasoning of earlier turns: "template"
-    begins a new branch, "keep" keeps the sampled tokens in the sequence.
+    begins a new branch, and "keep" keeps the sampled tokens in the sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, history: str = "template") -> None:
@@ -96,8 +96,9 @@ class TemplateRenderer:
     def given(self, variables: Mapping[str, Any]) -> Self:
         """Return this renderer with template variables added or changed.
 
-        The form of messages, how completions are read, and the tokens that end them stay as determined when the
-        renderer was created. Raises `Refused` if the text of a variable contains the name of a control token.
+        Three things stay as they were determined when the renderer was created: the form of messages, how completions
+        are read, and the tokens that end completions. Raises `Refused` if the text of a variable contains the name of a
+        control token.
         """
         if not variables:
             return self
@@ -118,7 +119,8 @@ class TemplateRenderer:
         return made
 
     def _switched(self) -> Iterator[RenderText]:
-        """Yield renderings in which one of the template's switches, which a request may set, is turned on or off."""
+        """Yield renderings in each of which one of the template's switches, which a request may set, is turned on or
+        off."""
         for name in self._template.switches():
             for value in (True, False):
                 made = copy.copy(self)
@@ -128,8 +130,8 @@ class TemplateRenderer:
     def _written(self) -> str:
         """Return the texts that the template can write, joined by NUL.
 
-        These are the texts in its source, and renderings of samples, since templates build some texts, such as
-        `<|user|>`.
+        These are the texts in the template's source, plus renderings of samples, since templates build some texts, such
+        as `<|user|>`.
         """
         texts = [self._template.literals()]
         for turns in SAMPLES:
@@ -142,8 +144,8 @@ class TemplateRenderer:
     # ---- prompts ----
 
     def adapted(self, messages: Sequence[ChatMessage], outline: HistoryOutline = NO_OUTLINE) -> Sequence[ChatMessage]:
-        """Return messages whose roles the template knows: if it does not know the role `developer`, that role becomes
-        `system`."""
+        """Return the messages with only roles that the template knows: if it does not know the role `developer`, that
+        role becomes `system`."""
         places = (*outline.others, *range(outline.known, len(messages)))
         if not self.form.developer_as_system or all(messages[at]["role"] != "developer" for at in places):
             return messages
@@ -153,8 +155,8 @@ class TemplateRenderer:
     def render(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
     ) -> list[int]:
-        """Return a whole prompt, up to the start of the assistant's turn, or, without `generate`, to the end of the
-        last message.
+        """Return a whole prompt, up to the start of the assistant's turn or, without `generate`, to the end of the last
+        message.
 
         Raises `Refused` if the template refuses the conversation or silently drops part of it.
         """
@@ -176,8 +178,8 @@ class TemplateRenderer:
         """Return the tokens to append to `history` (int32: a prompt and its completion, as they were sampled).
 
         The first `count` messages are the history, and the last of these was sampled from token `completion_at` on. The
-        returned tokens are what the template writes after that message. Returns None if the template, given the new
-        messages, renders the history differently. Raises `Refused` like `render`.
+        returned tokens are what the template writes after that message. Returns None if the template renders the
+        history differently once the new messages follow. Raises the same `Refused` errors as `render`.
 
         Some templates refuse a message with several calls, although their models sample such messages. Only the text
         after the sampled message is needed, so the messages are then rendered with only their last call.
@@ -187,8 +189,8 @@ class TemplateRenderer:
         return self.extend_as_given(history, completion_at, messages, count, tools) if tail is None else tail
 
     def extend_by(self, history: bytes, completion_at: int, shorter: Dialogue) -> list[int] | None:
-        """Return what `extend` returns, by rendering a `shortened` conversation, or None if the whole conversation is
-        needed."""
+        """Return what `extend` returns, by rendering a conversation that was `shortened`. Return None if the whole
+        conversation is needed."""
         try:
             return self.extend_as_given(history, completion_at, *shorter)
         except Refused:
@@ -256,7 +258,7 @@ class TemplateRenderer:
     ) -> Probe:
         """Return the messages with the sampled texts replaced by words that begin with `word`.
 
-        None of the texts contains these words, so they mark the sampled parts in the rendering.
+        These words occur in none of the texts, so they mark the sampled parts in the rendering.
         """
         content, last_word = f"{word}w", f"{word}q"
         text = self._tokenizer.decode(completion)
@@ -290,7 +292,7 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]],
         outline: HistoryOutline = NO_OUTLINE,
     ) -> Dialogue | None:
-        """Return a shorter conversation that `extend` continues in the same way, or None if there is none."""
+        """Return a shorter conversation for which `extend` returns the same tokens, or None if there is none."""
         keep = self.kept.where(messages[count:])
         return None if keep is None else short(messages, count, tools, self.looked_for, keep, outline)
 
@@ -308,11 +310,11 @@ class TemplateRenderer:
 
     @property
     def is_tried(self) -> bool:
-        """Whether `kept` returns immediately; otherwise it runs trials, which take up to a second."""
+        """Whether `kept` returns immediately. Otherwise it first runs trials, which take up to a second."""
         return self._given in self._kept or len(self._kept) >= KEPT_MAX
 
     def _goes_on(self, trial: Dialogue, keep: Keep) -> bool:
-        """Return whether shortening a trial leaves its continuation unchanged. Return true if the template refuses the
+        """Return whether shortening a trial leaves its continuation unchanged, or true if the template refuses the
         trial."""
         found = short(*trial, (), keep)
         assert found is not None
@@ -320,7 +322,8 @@ class TemplateRenderer:
         return not whole or whole == self._continuations(trial, found)
 
     def _continuations(self, trial: Dialogue, given: Dialogue) -> list[list[int] | None]:
-        """Return the tokens that follow a trial's answer, without and with a stop token, when `given` is rendered.
+        """Return the tokens that follow a trial's answer when `given` is rendered: first without a stop token after the
+        answer, then with one.
 
         Returns an empty list if the template refuses the conversation.
         """
@@ -375,7 +378,8 @@ class TemplateRenderer:
         return ids[thinking.open], ids[thinking.close]
 
     def _keeps(self, probe: Probe, tools: Sequence[Mapping[str, Any]], rendered: Rendered) -> bool:
-        """Return whether the template leaves the last completion's prompt unchanged and renders all sampled parts."""
+        """Return whether the template both leaves the last completion's prompt unchanged and renders all sampled
+        parts."""
         if probe.unclosed:
             return False  # the template would close the reasoning
         before = self._text(probe.messages[: probe.count - 1], tools, True)
@@ -383,7 +387,8 @@ class TemplateRenderer:
         return whole.startswith(before) and all(text in whole[len(before) :] for text in probe.sampled)
 
     def _ends_later(self, probe: Probe, tools: Sequence[Mapping[str, Any]], after: str, end: str) -> bool:
-        """Return whether the first `end`, a stop token's name, in `after` comes at the end of a later message."""
+        """Return whether the first occurrence in `after` of `end`, a stop token's name, is at the end of a later
+        message."""
         between = after.partition(end)[0].rstrip()
         if end not in after or not between:
             return False
@@ -400,7 +405,7 @@ class TemplateRenderer:
     def _after_completion(self, after: str, ended: int | None, called: bool, rendered: Rendered) -> list[int] | None:
         """Encode the text that follows a completion. Return None if the template ends the completion differently.
 
-        `after` is the text after the completion's last word, `ended` the stop token that ended the completion, and
+        `after` is the text after the completion's last word, `ended` is the stop token that ended the completion, and
         `called` says whether the completion has calls.
         """
         names = self._stops
@@ -443,8 +448,8 @@ class TemplateRenderer:
     def _rendered(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
     ) -> Rendered:
-        """Render a conversation so that none of its texts can forge control tokens. Raises `TemplateRefused` and
-        `Refused`."""
+        """Render a conversation so that none of its texts can forge control tokens. Raises the same errors as
+        `TextGuard.render`."""
 
         def render(parts: Sequence[Any]) -> str:
             return self._template.render(parts[:-1], parts[-1], generate)
@@ -505,8 +510,8 @@ def _named(template: ChatTemplate) -> str:
 def opened(tokens: bytes, opening: int, closing: int) -> Iterator[bytes]:
     """Yield the tokens (int32) after each opening token, up to and including the first closing token.
 
-    If another opening token comes first, the tokens end before it, and include any closing mark that was spelled out as
-    text.
+    If another opening token comes first, the tokens end before that one. They then include any closing mark that was
+    spelled out as text.
     """
     start, end = pack_tokens([opening]), pack_tokens([closing])
     at = _place(tokens, start, 0, len(tokens))
@@ -541,7 +546,7 @@ def _forms_of_calls(messages: Sequence[ChatMessage], count: int, shows_calls: bo
     """Yield the messages as they are, and then, if message `count` has calls, with empty text in that message.
 
     Some templates end a turn of calls only if its content is empty text. Others drop calls that have text next to them
-    (`shows_calls` is false). For such templates, the text that they write after calls alone is also used after sampled
+    (`shows_calls` is false). With the latter, what the template writes after calls alone is also used after sampled
     text and calls.
     """
     yield messages
@@ -551,8 +556,8 @@ def _forms_of_calls(messages: Sequence[ChatMessage], count: int, shows_calls: bo
 
 
 def _with_last_calls(messages: Sequence[ChatMessage], count: int) -> list[ChatMessage] | None:
-    """Return the messages with only the last call in each of the first `count`. Return None if each already has at most
-    one call."""
+    """Return the messages, with only the last call in each of the first `count`. Return None if each of those already
+    has at most one call."""
     if all(len(message.get("tool_calls") or ()) < 2 for message in messages[:count]):
         return None
     return [

@@ -51,7 +51,7 @@ def context_tokens(config: Mapping[str, Any]) -> int:
     """Return the length of the longest sequence according to a model's config.json; model families use different keys
     for it.
 
-    Multimodal models state it in their `text_config`.
+    Multimodal models state the length in their `text_config`.
     """
     parts = (config, config.get("text_config"))
     limits = (part.get(name) for part in parts if isinstance(part, dict) for name in CONTEXT_NAMES)
@@ -86,17 +86,18 @@ class TextModel:
 
     @property
     def syntaxes(self) -> dict[str, str]:
-        """The names of the syntaxes of tool calls and of reasoning; "text" if they are not parsed."""
+        """The names of the syntaxes of tool calls and of reasoning, each "text" if it is not parsed."""
         reading = self.renderer.reading
         return {"tool_calls": reading.calls or "text", "reasoning": reading.reasoning or "text"}
 
     @cached_property
     def format(self) -> ConversationFormat:
-        """How conversations are rendered and turns are parsed, as logged in the hive. Long names are truncated."""
+        """How conversations are rendered and turns are parsed, in the form in which the hive's log records it. Long
+        names are truncated."""
         names = {what: name[:SYNTAX_CHARACTERS_MAX] for what, name in self.syntaxes.items()}
         return ConversationFormat(template=prompt_digest(self.renderer, *self._sources), **names)
 
 
 def syntaxes_of(files: Mapping[str, bytes], model: ModelConfig) -> dict[str, str]:
-    """Return `TextModel.syntaxes` of a job's model. Raises `EngineFault` if the model's files cannot be used."""
+    """Return `TextModel.syntaxes` for a job's model. Raises `EngineFault` if the model's files cannot be used."""
     return TextModel(files, model.path, TextOptions.of(model)).syntaxes

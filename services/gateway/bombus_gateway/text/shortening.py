@@ -1,7 +1,7 @@
 """Shortens a conversation without changing how the template continues it after its last answer. Pure.
 
-Sampled tokens are kept as they are, and only the text that the chat template writes after them is needed. So continuing
-a long conversation need not cost more than continuing a short one.
+Sampled tokens are kept as they are, and only the text that the chat template writes after them is needed. So it need
+not cost more to continue a long conversation than to continue a short one.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class Keep(Enum):
 
 
 class ToolsKept(NamedTuple):
-    """Which tools stay in the shorter conversations of one template.
+    """Which tools stay in shortened conversations, for one template.
 
     Some templates repeat the tools before a new question but not before results, so the tools that stay depend on the
     messages after the last answer. None means that leaving out the middle would change how the conversation is
@@ -46,8 +46,8 @@ class HistoryOutline(NamedTuple):
     """What `short` needs to know about the first `known` messages of a conversation, so that it need not read them
     again.
 
-    `called` are the ids of their calls, as the model wrote them, and `others` are the indices of the messages that are
-    neither answers nor results.
+    `called` contains the ids of the calls in these messages, as the model wrote them, and `others` contains the indices
+    of the messages that are neither answers nor results.
     """
 
     known: int = 0
@@ -89,9 +89,9 @@ def short(  # noqa: PLR0913 - a conversation, what a template needs of it, and w
     """Return a shorter conversation that ends like this one. The last of its first `count` messages was sampled.
 
     Messages covered by `outline` need not be read again. Returns None if there is nothing to leave out, or if leaving
-    it out may change the ending. That is the case if a changed system or user message contains something that the
-    template looks for (`looked_for`), such as a switch, or if a new result belongs to a call that would be left out,
-    since some templates look up the call.
+    messages out may change the ending. The ending may change in two cases: if a changed system or user message contains
+    something that the template looks for (`looked_for`), such as a switch; and if a new result belongs to a call that
+    would be left out, since some templates look up the call.
     """
     first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
     answers = (index for index in range(count - 1, first - 1, -1) if messages[index]["role"] == "assistant")
@@ -166,8 +166,8 @@ TOOLS = [TOOL, {**TOOL, "function": {**TOOL["function"], "name": "rest"}}]  # th
 
 
 def find_kept(goes_on: Callable[[Dialogue, Keep], bool]) -> ToolsKept:
-    """Return which tools stay. `goes_on` says whether a trial has the same continuation when shortened with these
-    tools."""
+    """Return which tools stay. `goes_on` says whether a trial that is shortened with these tools has the same
+    continuation."""
     tried = [*trials()]
     results = [number for number, trial in enumerate(tried) if _are_results(trial.following)]
 
@@ -204,7 +204,8 @@ def _trial(
     then: Sequence[ChatMessage] = (),
     asked: Sequence[str] = (WORD,),
 ) -> Dialogue:
-    """Return a conversation with one answer per letter: `a` text, `c` a call, `p` two calls, `b` a call and text.
+    """Return a conversation with one answer for each letter in `answers`: `a` is text, `c` is a call, `p` is two calls,
+    and `b` is a call and text.
 
     `asked` are the user's texts, in order. `then` replaces the messages after the last answer.
     """

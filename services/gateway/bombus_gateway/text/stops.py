@@ -26,7 +26,8 @@ def configured_stops(tokenizer: Tokenizer) -> set[int]:
 
 
 def hidden_names(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
-    """Return the special tokens that the stop texts name and that decode to no text, by id, the longest name first."""
+    """Return the names, by id, of the special tokens that are named in stop texts but decode to no text, the longest
+    name first."""
     if not texts:
         return {}
     given = "\n".join(texts)
@@ -35,8 +36,8 @@ def hidden_names(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
 
 
 def named_stops(names: Mapping[int, str], texts: Sequence[str]) -> dict[int, str]:
-    """Map each token whose name begins a stop text to the shortest such stop text. `names` is the result of
-    `hidden_names`.
+    """Map each token whose name is the beginning of a stop text to the shortest such stop text. `names` is the result
+    of `hidden_names`.
 
     An answer ends at such a token, without waiting for the rest of the stop text.
     """
@@ -49,8 +50,8 @@ def named_stops(names: Mapping[int, str], texts: Sequence[str]) -> dict[int, str
 def asked_stops(names: Mapping[int, str], texts: Sequence[str], tokens: Sequence[int], size: int) -> set[int]:
     """Return the tokens that end an answer according to a client's stop texts and stop tokens.
 
-    `names` is the result of `hidden_names`, and `size` the size of the vocabulary. Raises `Refused` for a token outside
-    the vocabulary.
+    `names` is the result of `hidden_names`, and `size` is the size of the vocabulary. Raises `Refused` for a token
+    outside the vocabulary.
     """
     if tokens and max(tokens) >= size:
         raise Refused(
@@ -64,7 +65,8 @@ def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that end a completion, sorted.
 
     A token that the template also writes within a turn, such as between reasoning and the answer, does not end a
-    completion, unless the model's files name it. If no token ends a turn, the token that begins the next turn does.
+    completion, unless the model's files name it. If no token ends a turn, the token that begins the next turn ends the
+    completion.
     """
     names = {name: index for index, name in tokenizer.specials.items()}
     # Some templates end a turn of calls only if its content is empty text, and some refuse empty text.
@@ -80,7 +82,7 @@ def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:
 def _ends(
     render: RenderText, names: Collection[str], turn: ChatMessage, following: ChatMessage, within: Sequence[str]
 ) -> list[str]:
-    """Return the name of the special token that ends a turn, in a list. If there is none, return the names of those
+    """Return a list with the name of the special token that ends a turn. If there is none, return the names of those
     that begin the next turn."""
     ending, continued = _after(render, turn), _after(render, turn, following)
     common = common_start(ending, continued)

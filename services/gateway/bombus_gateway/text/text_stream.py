@@ -23,7 +23,7 @@ class StopScanner:
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Return the text that may be sent, and whether a stop string is complete. Must not be called after a stop
+        """Return the text that may be sent, and whether a stop string is complete. Do not call this again after a stop
         string."""
         text = self._held + text
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
@@ -53,8 +53,8 @@ class TextStream:
     """The text of one completion.
 
     `pieces` contains the bytes that each token adds. `decoded` counts the characters of all tokens so far, and
-    `released` those that may be sent. `names` maps tokens that decode to no text to their names in `stops`, the longest
-    name first. While looking for stop strings, a mark stands for each such token; marks are never sent.
+    `released` counts those that may be sent. `names` maps tokens that decode to no text to their names in `stops`, the
+    longest name first. In the search for stop strings, a mark takes the place of each such token; marks are never sent.
     """
 
     def __init__(self, pieces: Sequence[bytes], stops: Sequence[str] = (), names: Mapping[int, str] = _NONE) -> None:
@@ -69,8 +69,8 @@ class TextStream:
         self.released = 0
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Return the text that may be sent, and how many of `tokens` were used: all, unless a stop string ended the
-        text.
+        """Return the text that may be sent, and how many of `tokens` were used: all of them, unless a stop string ended
+        the text.
 
         Raises `EngineFault` for an id outside the vocabulary.
         """
@@ -89,7 +89,7 @@ class TextStream:
 
     @property
     def stop(self) -> str:
-        """The stop string that ended the text; empty if the text has not ended at one."""
+        """The stop string that ended the text, or "" if the text has not ended at one."""
         found = self._scanner.found if self._scanner is not None else ""
         return self._marked.get(found, found)
 
@@ -128,8 +128,8 @@ def _marked(stops: Sequence[str], names: Mapping[int, str], marks: Mapping[int, 
 def tokens_of_parts(pieces: Sequence[bytes], parts: Iterable[str]) -> int:
     """Count the tokens that contain any of these `parts` of the tokens' text. `pieces` has the bytes of each token.
 
-    The parts are in order. Counting ends at the first part that is not found, because it has bytes that are not a whole
-    character.
+    The parts must be in the order of the text. Counting ends at the first part that is not found, because such a part
+    has bytes that are not a whole character.
     """
     text = b"".join(pieces)
     starts = [*accumulate(map(len, pieces), initial=0)]

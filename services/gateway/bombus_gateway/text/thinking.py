@@ -38,8 +38,8 @@ class RequestedThinking(NamedTuple):
     """The thinking that a client requests, with the name of the request field that each part came from.
 
     `on` says whether the model should think; None leaves it at the model's default. `effort` is a key of `NEAREST`, and
-    `usual` the default effort. `budget` is in tokens. An empty effort or a budget of 0 means that none was requested. A
-    part without a field name is ignored silently if the template has no variable for it.
+    `usual` is the default effort. `budget` is in tokens. An empty effort or a budget of 0 means that none was
+    requested. A part without a field name is silently ignored if the template has no variable for it.
     """
 
     on: bool | None = None
@@ -60,8 +60,8 @@ class ThinkingVariables(msgspec.Struct, frozen=True):
     """The variables of a chat template that control a model's thinking.
 
     `switches` maps variables to their values for on and off, `efforts` maps variables to the efforts that they accept,
-    and `off` maps effort variables to their value for no thinking. `thinks` says whether the model thinks unless turned
-    off.
+    and `off` maps effort variables to the values that turn thinking off. `thinks` says whether the model thinks unless
+    thinking is turned off.
     """
 
     switches: dict[str, tuple[bool | int | str, bool | int | str]] = {}
@@ -101,7 +101,8 @@ def find_thinking(
 ) -> ThinkingVariables:
     """Find the thinking variables of a template that looks up `names` and whose source contains `words`.
 
-    `render` renders the start of a conversation with further variables; it returns None if the template refuses it.
+    `render` renders the start of a conversation with the given additional variables; it returns None if the template
+    refuses them.
     """
     switches = {
         name: values
@@ -123,5 +124,5 @@ def find_thinking(
 
 
 def _is_another(text: str | None, taken: Mapping[str, str]) -> bool:
-    """Return whether `text` is a rendering that differs from those of all other efforts."""
+    """Return whether `text` is a rendering that differs from the renderings with all other efforts."""
     return text is not None and text not in taken.values()

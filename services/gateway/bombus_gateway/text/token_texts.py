@@ -21,7 +21,8 @@ class TextsOfTokens:
     def marked_up(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens.
 
-        A token that is not plain text is put between ⟦ and ⟧, to distinguish it from the same characters in a message.
+        A token that is not plain text is put between ⟦ and ⟧, to distinguish it from a message that contains the same
+        characters.
         """
         runs = groupby(tokens, key=self._is_plain)
         return "".join(self._plain(run) if is_plain else "".join(map(self._named, run)) for is_plain, run in runs)
@@ -44,9 +45,9 @@ def token_texts(files: Mapping[str, bytes]) -> TextsOfTokens:
 
 
 def text_of(token: int, pieces: Sequence[bytes], specials: Mapping[int, str]) -> str:
-    """Return the text that a token adds; bytes that are not a whole character are spelled out, as in `\\xe2`.
+    """Return the text that a token adds. Bytes that are not a whole character are spelled out, as in `\\xe2`.
 
-    Special tokens are shown by name, ids outside the vocabulary as `<id>`.
+    Special tokens are shown by name, and ids outside the vocabulary as `<id>`.
     """
     if token in specials:
         return specials[token]

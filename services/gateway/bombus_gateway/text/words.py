@@ -1,4 +1,4 @@
-"""Makes unique words that stand in for a conversation's texts while it is rendered."""
+"""Makes unique words that take the place of a conversation's texts while it is rendered."""
 
 import secrets
 from collections.abc import Iterable

@@ -39,8 +39,8 @@ def check_content(file: Path, address: str) -> None:
 def adapter_config(folder: Path) -> PeftConfig:
     """Return the configuration of the adapter in `folder`.
 
-    Raises `EngineFault` if the configuration cannot be read or is not supported, or if the metadata of the adapter's
-    file contains a different one.
+    Raises `EngineFault` if the configuration cannot be read or is not supported, or if it differs from a configuration
+    in the metadata of the adapter's file.
     """
     config = peft_config(folder)
     with TensorFile(folder / ADAPTER_FILE) as file:

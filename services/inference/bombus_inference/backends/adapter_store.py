@@ -23,7 +23,7 @@ E = TypeVar("E", bound=AdapterEntry)
 
 
 class AdapterStore(Generic[E]):
-    """Adapters by address, up to `bytes_max` in total. To make room, the least recently used idle adapter is
+    """Adapters by address, up to `bytes_max` in total. To make room, the least recently used idle adapters are
     dropped."""
 
     def __init__(self, bytes_max: int) -> None:
@@ -43,7 +43,8 @@ class AdapterStore(Generic[E]):
         return self._loaded.get(address)
 
     def put(self, address: str, adapter: E) -> list[str] | None:
-        """Add an adapter. Return the addresses of the adapters dropped to make room, or None if it was already loaded.
+        """Add an adapter. Return the addresses of the adapters that were dropped to make room, or None if it was
+        already loaded.
 
         Raises `Refused`, having changed nothing, if there is no room, or if the same tensors are loaded with a
         different scale.
@@ -69,7 +70,8 @@ class AdapterStore(Generic[E]):
         return dropped
 
     def use(self, address: str) -> None:
-        """Count one more request that uses an adapter, which keeps it loaded. Raises `Refused` if it is not loaded."""
+        """Count one more request that uses an adapter, so that the adapter stays loaded. Raises `Refused` if it is not
+        loaded."""
         adapter = self._loaded.get(address)
         if adapter is None:
             raise Refused(Code.UNKNOWN_MODEL, f"this replica does not have adapter {address[:80]}: load it first")

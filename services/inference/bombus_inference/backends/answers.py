@@ -1,6 +1,6 @@
 """Turns a server's answers into frames: tokens, their logprobs, spans of policy versions, and prompt scores.
 
-Pure: uses no connection and no clock. An impossible answer raises `BackendFailed`; nothing is guessed.
+Pure: uses no connection and no clock. An impossible answer raises `BackendFailed`, since nothing is guessed.
 """
 
 import math
@@ -39,15 +39,15 @@ class _Choice:
 
 
 class FrameAssembler:
-    """Builds the frames of one request as its answer arrives. `version` is the version served when the request was
-    sent.
+    """Builds the frames of one request as its answer arrives. `version` is the version that was served when the request
+    was sent.
 
     `completion_max` is the number of tokens requested from the server. A choice that ends earlier without a stop token
     was cut off, whatever the server says.
 
     As long as `only_version()` is true, no other version can have sampled the tokens, and they are passed on
-    immediately. After that, tokens are held back until the server reports, at the end, which version sampled which
-    tokens.
+    immediately. After that, tokens are held back until the end of the answer, when the server reports which version
+    sampled which tokens.
     """
 
     def __init__(self, request: Generate, version: int, only_version: Callable[[], bool], completion_max: int) -> None:
@@ -99,7 +99,7 @@ class FrameAssembler:
         return FinishReason(finish)
 
     def _rest(self, number: int, choice: _Choice, versions: Sequence[int] | None) -> list[Frame]:
-        """Return frames with the tokens not yet sent, split where the version changes."""
+        """Return frames with the tokens that have not been sent yet, split where the version changes."""
         count = len(choice.tokens)
         if versions is None:
             if not self._only_version():
@@ -128,7 +128,7 @@ class FrameAssembler:
 
 
 def most_likely(tokens: Sequence[tuple[int, float]], count: int) -> TopLogprobs:
-    """Return the `count` most likely tokens, without any whose probability is zero."""
+    """Return the `count` most likely tokens, leaving out any whose probability is zero."""
     possible = [pair for pair in tokens if pair[1] > NO_PROBABILITY]
     return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])
 

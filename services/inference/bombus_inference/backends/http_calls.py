@@ -26,12 +26,13 @@ SendRequest = Callable[[Generate, list[int]], FrameBatches]
 class BackendFailed(BombusError):
     """Raised if the backend's server cannot be reached, ends an answer early, or returns an invalid one.
 
-    Another replica may succeed.
+    A retry on another replica may succeed.
     """
 
 
 class HttpCalls:
-    """Open requests, at most `open_max` at a time. Each ends with its last choice's `Finished`, or with a fault."""
+    """A backend's open requests, at most `open_max` at a time. Each ends with its last choice's `Finished`, or with a
+    fault."""
 
     def __init__(self, deliver: Deliver, open_max: int) -> None:
         self._deliver = deliver
@@ -45,8 +46,8 @@ class HttpCalls:
         return len(self._open)
 
     def add(self, ticket: int, request: Generate, run: int, limits: Limits, send: SendRequest) -> None:
-        """Start a request by calling `send` with the request and its prompt, or refuse it if `limits` or `run` forbid
-        it."""
+        """Start a request by calling `send` with the request and its prompt. If `limits` or `run` forbid the request,
+        refuse it."""
         try:
             prompt = limits.check(request, run)
             if len(self._open) >= self._open_max:
@@ -75,7 +76,7 @@ class HttpCalls:
             self.refuse(ticket, fault)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until no request is open. Return false if some requests are still open after `timeout_s`."""
+        """Wait until no request is open. Return False if some requests are still open after `timeout_s`."""
         if self._open and timeout_s > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):

@@ -24,9 +24,9 @@ NO_ADAPTERS = (
 class Limits:
     """The limits of one backend. `max_model_len` is in tokens, for prompt and completion together.
 
-    `waiting_max` is the number of sequences that may wait. `constrains` says whether structured output is supported;
-    `scores`, whether prompts are scored and logprobs at temperature 1 are available regardless of how tokens are
-    sampled; `adapters`, whether adapters are served beside the engine's own policy.
+    `waiting_max` is the number of sequences that may wait. `constrains` says whether structured output is supported.
+    `scores` says whether prompts are scored and logprobs at temperature 1 are available regardless of how tokens are
+    sampled. `adapters` says whether adapters are served beside the engine's own policy.
     """
 
     max_model_len: int
@@ -38,7 +38,8 @@ class Limits:
     adapters: bool = False
 
     def check(self, request: Generate, run: int) -> list[int]:
-        """Return the request's prompt. Raises `Refused` for a request that a replica serving `run` cannot answer."""
+        """Return the request's prompt. Raises `Refused` for a request that a replica that serves `run` cannot
+        answer."""
         if request.run != run:
             raise Refused(Code.WRONG_PHASE, f"this replica serves run {run}, not {request.run}")
         if request.constraint is not None and not self.constrains:

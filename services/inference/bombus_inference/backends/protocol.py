@@ -54,8 +54,8 @@ class Policy:
     `max_model_len` (tokens) and `dtype` come from the job. If the version was published as a delta, `delta` is the file
     that turns version `base` into it. With an `adapter`, a folder in peft's layout, the policy is that adapter on top
     of the model in `folder`; only backends that load adapters are given one. `beside` is true in an operations run,
-    where requests may name other adapters beside the policy and the policy does not change. `expected` is what the
-    policy must compute, or None if its trainer does not say.
+    where the policy does not change and requests may name other adapters beside it. `expected` is what the policy must
+    compute, or None if its trainer does not say.
     """
 
     folder: Path
@@ -89,8 +89,8 @@ class InferenceBackend(Protocol):
     """Serves one policy. Each request has a ticket, a number that the caller chooses.
 
     After a ticket is added, deliveries arrive for it until one is `done` or the ticket is aborted. `failed` receives
-    the exception that ends this process (a bug, out of memory). `lost` is set when the weights are gone but can be
-    reloaded.
+    the exception that ends this process (because of a bug, or because memory ran out). `lost` is set when the weights
+    are gone but can be reloaded.
     """
 
     @property
@@ -111,7 +111,8 @@ class InferenceBackend(Protocol):
 
     @property
     def sequence_tokens(self) -> int:
-        """The longest sequence that is served, prompt and answer together; 0 until a policy is loaded."""
+        """The length of the longest sequence that is served, prompt and answer together. It is 0 until a policy is
+        loaded."""
 
     @property
     def failed(self) -> asyncio.Future[None]: ...
@@ -127,19 +128,21 @@ class InferenceBackend(Protocol):
     async def load(self, policy: Policy, report_stage: ReportStage) -> CanaryCheck | None:
         """Serve this policy. Within a run, weights change in place while requests run; a new run starts from scratch.
 
-        A slow load calls `report_stage` with each of its stages. Raises `EngineFault`; never serves weights under a
-        wrong version. Before serving, the backend compares what the policy computes with what is `expected`. It returns
-        the result, or None if the two could not be compared, or raises `CanaryFailed`, after which it serves nothing.
+        A slow load calls `report_stage` with each of its stages. Raises `EngineFault` if the policy cannot be served;
+        weights are never served under a wrong version. Before serving, the backend compares what the policy computes
+        with what is `expected`. It returns the result, or None if the two could not be compared. If they differ, it
+        raises `CanaryFailed` and serves nothing.
         """
 
     async def unload(self) -> None:
         """Stop serving and release the memory. Open requests end with a fault."""
 
     async def load_adapter(self, address: str, folder: Path) -> bool:
-        """Load an adapter, while serving continues, for requests that name it. Return false if it was already loaded.
+        """Load an adapter for requests that name it, while serving continues. Return False if it was already loaded.
 
         `address` is the SHA-256 of the adapter's file in `folder`, in hex. The adapter is dropped when its run's engine
-        ends, or when no request uses it and other adapters need the room. Raises `Refused`.
+        ends, or when no request uses it and other adapters need the room. Raises `Refused` if the adapter cannot be
+        loaded.
         """
 
     async def unload_adapter(self, address: str) -> None:

@@ -7,7 +7,8 @@ from bombus_inference.backends.http_calls import BackendFailed
 
 
 class WeightLabel(Struct, frozen=True):
-    """The label that a server is given for its weights. The server only repeats it, so it includes the run as well."""
+    """The label that a server is given for its weights, and that it only echoes. It includes the run, because versions
+    of different runs have the same numbers."""
 
     run: int
     version: int

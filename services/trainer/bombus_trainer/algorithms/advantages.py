@@ -9,10 +9,11 @@ from bombus_trainer.data.sequences import Floats
 
 
 def whitening(values_N: Floats) -> tuple[float, float]:
-    """Return the mean of the values of a batch's trained tokens, and the factor that scales deviations from it.
+    """Return the mean of the values at a batch's trained tokens, and the factor by which to scale deviations from that
+    mean.
 
     The factor is 1 / sqrt(variance + 1e-8), where the variance divides by n - 1: REINFORCE++, arXiv:2501.03262, as
-    computed by verl's masked_whiten. With fewer than two tokens, or equal values, it is 0.
+    computed by verl's masked_whiten. With fewer than two tokens, or if all values are equal, the factor is 0.
     """
     if not len(values_N) or not differ((float(values_N.min()), float(values_N.max()))):
         return 0.0, 0.0

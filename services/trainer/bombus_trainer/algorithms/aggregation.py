@@ -14,7 +14,7 @@ def episode_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:
 def token_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:
     """Weigh all tokens equally, by 1 / (all trained tokens), so that long episodes weigh more.
 
-    DAPO (Yu et al. 2025, arXiv:2503.14476), section 3.3; verl's token-mean.
+    This is from DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.3), and is verl's token-mean.
     """
     total = sum(tokens_of_episode.values())
     return {name: 1.0 / total for name, tokens in tokens_of_episode.items() if tokens}

@@ -66,8 +66,8 @@ def unweighted(old_N: Tensor) -> CorrectionWeights:
 def truncated(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
     """Compute truncated importance sampling: clamp each ratio to [low, high].
 
-    For tokens: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". On whole
-    sequences, the estimate is unbiased except for the clamping, and its variance grows with the sequence length.
+    On tokens, this is Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". On
+    whole sequences, the estimate is unbiased except for the clamping, and its variance grows with the sequence length.
     """
     none_N = torch.zeros_like(ratios_N, dtype=torch.bool)
     return CorrectionWeights(ratios_N.clamp(low, high), (ratios_N >= high) | (ratios_N < low), none_N)
@@ -76,9 +76,9 @@ def truncated(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
 def masked(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
     """Compute masked importance sampling: keep a ratio that is within [low, high], and replace any other by 0.
 
-    On tokens with both bounds: IcePop (Ling Team 2025, arXiv:2510.18855), M(k) = k if alpha <= k <= beta, else 0. With
-    `low` 0, on tokens and on sequences: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
-    Training-Inference Mismatch".
+    On tokens with both bounds, this is IcePop (Ling Team 2025, arXiv:2510.18855): M(k) = k if alpha <= k <= beta, else
+    0. With `low` 0, on tokens or sequences, it is from Liu et al. 2025, "When Speed Kills Stability: Demystifying RL
+    Collapse from the Training-Inference Mismatch".
     """
     outside_N = (ratios_N < low) | (ratios_N > high)
     return CorrectionWeights(torch.where(outside_N, 0.0, ratios_N), torch.zeros_like(outside_N), outside_N)
@@ -110,7 +110,7 @@ def off_policy_sequences(
 ) -> Tensor:
     """Find the tokens [N] of sequences whose mean of log(pi_sampler / pi_policy) exceeds `delta`.
 
-    Off-policy sequence masking leaves out those tokens that have a negative advantage. DeepSeek-V3.2, arXiv:2512.02556,
+    Off-policy sequence masking leaves out those tokens if their advantage is negative: DeepSeek-V3.2, arXiv:2512.02556,
     section 3.1; slime's OPSM.
     """
     divergence_S = sequence_means((sampler_N - logprobs_N).detach(), sequences_N, sequences)

@@ -37,9 +37,9 @@ from bombus_trainer.settings import TrainerSettings
 
 @dataclass(frozen=True)
 class LossInputs:
-    """N tokens of S sequences.
+    """The inputs of a loss: N tokens from S sequences.
 
-    `weights_N` is the aggregation (see `aggregation`), which makes the losses and gradients of an update's
+    `weights_N` are the aggregation's weights (see `aggregation`), with which the losses and gradients of an update's
     micro-batches simply add up. `sequences_N` is the number (below `sequences`, S) of each token's sequence; all
     trained tokens of a sequence are included. The reference's logprobs are needed for a KL term, and the entropies
     (with gradient) for an entropy bonus.
@@ -155,7 +155,7 @@ def cispo_surrogate(logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, b
 
 
 def changed(terms_N: Tensor, ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """Return whether the bounds changed each term [N], so that it differs from -r A."""
+    """Return whether each term [N] was changed by the bounds, that is, differs from -r A."""
     return terms_N.detach() != unclipped_surrogate(ratio_N, advantages_N).detach()
 
 

@@ -1,6 +1,6 @@
 """Penalties for episodes in which a call was cut off by one of the job's limits.
 
-DAPO (Yu et al. 2025, arXiv:2503.14476), section 3.4. Its overlong filtering is the setting `mask`.
+They are from DAPO (Yu et al. 2025, arXiv:2503.14476), section 3.4. DAPO's overlong filtering is the setting `mask`.
 """
 
 from typing import assert_never

@@ -33,7 +33,7 @@ P = TypeVar("P")
 
 
 class StepBackend(ABC, Generic[P]):
-    """The common base class of torch's and verl's `TrainerBackend`. `P` is the type of a micro-batch.
+    """The base class of the `TrainerBackend` implementations for torch and verl. `P` is the type of a micro-batch.
 
     Every method is called on all of `ranks`.
     """
@@ -82,8 +82,8 @@ class StepBackend(ABC, Generic[P]):
 
     @abstractmethod
     def canary_figures(self, part: ModelPart, source: WeightsSource | None) -> tuple[tuple[float, ...], str]:
-        """Return the canary's logprobs with the weights as they are published, with `part`, and for a whole model the
-        sum of their bits. Only the leader calls this; `source` reads the weights on all ranks."""
+        """Return the canary's logprobs with the weights as published with `part`, and for a whole model also the sum of
+        the weights' bits. Only the leader calls this; `source` reads the weights on all ranks."""
 
     def canary(self, part: ModelPart = ModelPart.MODEL, source: WeightsSource | None = None) -> Canary | None:
         """See `TrainerBackend.canary`."""
@@ -205,8 +205,8 @@ class StepBackend(ABC, Generic[P]):
     def _in_turn(
         self, items: list[TrainingItem], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
     ) -> Iterator[P]:
-        """Yield this rank's micro-batches one by one. Raises `Interrupted` before the next if the leader was
-        interrupted."""
+        """Yield this rank's micro-batches one by one. If the leader has been interrupted, raises `Interrupted` instead
+        of yielding the next one."""
         micro_batches = self.micro_batches(items, tally, backward)
         for number, micro_batch in enumerate(micro_batches, 1):
             if self.ranks.agree(interrupted()):

@@ -46,8 +46,8 @@ def step_tokens(
     """Return what became of the sampled tokens of a batch's episodes.
 
     Tokens in the loss are counted as its terms, and all other tokens in the records of their calls. So if merging loses
-    or repeats a token, or the ranks together do not compute each term of an update once, an episode's counts do not add
-    up to the number of tokens it sampled.
+    or repeats a token, or if the ranks together do not compute each term of an update exactly once, the episode's
+    counts do not add up to the number of tokens it sampled.
     """
     found: dict[str, Counter[Fate]] = {}
     weights: dict[str, float] = {}

@@ -27,7 +27,7 @@ class ReadBatch:
 async def read_batch(
     calls: CallReader, batch: BatchReady, max_staleness: int | None = None, *, auxiliary_calls: bool = False
 ) -> ReadBatch:
-    """Read all calls of a batch, each checked against its reference. Raises `BusUnavailable`.
+    """Read all calls of a batch, each checked against its reference. Raises `BusUnavailable` if the bus is down.
 
     Auxiliary calls are only context, unless `auxiliary_calls` is true because the job trains on them. Episodes with a
     token more than `max_staleness` versions old are left out; None means no limit.

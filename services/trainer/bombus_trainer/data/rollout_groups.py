@@ -1,4 +1,4 @@
-"""Turns the rollout groups of a batch into sequences to train on, without the groups that cannot be used."""
+"""Turns the rollout groups of a batch into sequences to train on, leaving out groups that cannot be used."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -28,7 +28,7 @@ async def read_rollout_groups(
 ) -> ReadBatch:
     """Read the groups of a step's batch. Groups that cannot be read or trained on are in `lost`, with the reason.
 
-    Raises `BusUnavailable`.
+    Raises `BusUnavailable` if the bus is down.
     """
     found: list[EpisodeGroup] = []
     lost: dict[str, str] = {}

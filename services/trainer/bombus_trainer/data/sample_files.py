@@ -1,4 +1,5 @@
-"""Writes samples to files: `.pt` like slime's debug rollout data, `.parquet` for tools that read tables."""
+"""Writes samples to files: `.pt` files in the format of slime's debug rollout data, or `.parquet` files for tools that
+read tables."""
 
 import os
 import tempfile

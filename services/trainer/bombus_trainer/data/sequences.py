@@ -37,7 +37,8 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MergedEpisode:
-    """An episode's sequences. `merged_calls` of its `calls` extended another call; the rest began a new sequence."""
+    """An episode's sequences. Of its `calls`, `merged_calls` extended another call, and each of the rest began a new
+    sequence."""
 
     sequences: tuple[TokenSequence, ...]
     calls: int

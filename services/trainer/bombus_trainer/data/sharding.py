@@ -1,4 +1,4 @@
-"""Shards the sequences of an update over ranks and micro-batches, evenly, and with the same result on every rank.
+"""Distributes an update's sequences evenly over ranks and micro-batches, with the same result on every rank.
 
 All ranks take part in every exchange, so all of them need the same number of micro-batches.
 """
@@ -16,7 +16,7 @@ MicroBatch = list[TrainingItem]
 def shard(
     items: Sequence[TrainingItem], ranks: int, tokens_max: int, packed: bool, attention: float = 0.0
 ) -> list[list[MicroBatch]]:
-    """Return the micro-batches of each rank, the same number for all, with about the same work.
+    """Return each rank's micro-batches. All ranks get the same number of micro-batches, with about the same work.
 
     A micro-batch has at most `tokens_max` computed tokens, counting all its sequences as padded to the longest unless
     `packed`; a longer sequence gets its own micro-batch. See `bins.balanced` for `attention`. A rank with too few
@@ -43,7 +43,8 @@ def computed_tokens(micro_batch: MicroBatch, packed: bool) -> int:
 
 
 def _as_many(bins: list[MicroBatch], count: int, shortest: TrainingItem, packed: bool) -> list[MicroBatch]:
-    """Make `count` micro-batches: split the largest in two, and add fillers only if nothing is left to split."""
+    """Make `count` micro-batches by repeatedly splitting the largest in two. Add fillers only once nothing is left to
+    split."""
 
     def cost(micro_batch: MicroBatch) -> int:
         return computed_tokens(micro_batch, packed)

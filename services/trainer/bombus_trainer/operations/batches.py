@@ -1,4 +1,4 @@
-"""Checks and flattens the data of one operation, into items to pack and a loss's inputs for each target."""
+"""Checks one operation's data and flattens them into items to pack and a loss's inputs for each target."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,8 @@ class TokenBatch:
         return int(self.first_M.sum())
 
     def scored(self, ids_N: Ints, logprobs_N: Tensor, logsumexp_N: Tensor | None) -> ScoredTokens:
-        """Return the targets numbered `ids_N`, which must be all targets of some sequences, with their logprobs."""
+        """Return the targets numbered `ids_N`, with their logprobs. They must be all of the targets of one or more
+        sequences."""
         sequences, sequences_N = np.unique(self.sequences_M[ids_N], return_inverse=True)
         inputs = {name: values_M[ids_N] for name, values_M in self.inputs.items()}
         own = {f"{OWN}counted": self.counted_M[ids_N], f"{OWN}first": self.first_M[ids_N]}
@@ -156,8 +157,8 @@ class _Read:
     counted_M: Floats
 
     def item(self, ids_M: Ints) -> TrainingItem:
-        """Return the item to pack. The last of its tokens is 0: by default that would be the last label, but here
-        targets are explicit."""
+        """Return the item to pack. A last token of 0 is appended: other trainers' items end with the last label there,
+        but here the targets are explicit."""
         zeros = np.zeros(len(ids_M), dtype=np.float32)
         terms = Terms(ids_M, self.targets_M, np.ones(len(ids_M), dtype=np.float32), zeros, zeros, zeros)
         return TrainingItem(np.append(self.tokens_N, 0), self.rows_M + 1, terms)

@@ -116,8 +116,8 @@ class CheckpointFolder:
     def save(self, name: CheckpointName, facts: ModelFacts, overwrite: bool, fill: FillDraft) -> ModelCheckpoint:
         """Write a checkpoint. Returns once it would survive a power failure.
 
-        If the name is taken and `overwrite` is false, the existing checkpoint is kept and returned if the same
-        operation wrote it; otherwise raises `Refused`.
+        If the name is taken and `overwrite` is false, nothing is written: the existing checkpoint is returned if the
+        same operation wrote it; otherwise raises `Refused`.
         """
         if overwrite or not self._has(name):
             return write_checkpoint(self._path(name), facts, fill, self._drafts, self._epoch)

@@ -303,7 +303,8 @@ def read_loss(spec: LossSpec) -> ClientLoss:
 
 
 def term_metrics(found: TokenTerms, tokens: ScoredTokens) -> dict[str, float]:
-    """Return metrics of the targets that count, named `name:reduction` by how micro-batches' values are combined."""
+    """Return metrics over the targets that count. A name `name:reduction` says how the values from micro-batches are
+    combined."""
     counted_N = tokens.counted_N > 0.0
     if found.ratio_N is None or not bool(counted_N.any()):
         return {}

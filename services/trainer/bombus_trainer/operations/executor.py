@@ -127,7 +127,7 @@ class OperationExecutor:
         return self._ranks.by_leader(lambda: self._recovery.save(where, facts, True, fill))
 
     def recover(self, model: str, name: str, digest: str) -> None:
-        """Rebuild a model from its recovery checkpoint with that digest, replacing any model of this id.
+        """Rebuild a model from the recovery checkpoint with this name and digest, replacing any model with this id.
 
         Raises `Refused` if there is no checkpoint of this name, or `EngineFault` if the checkpoint is damaged or has
         another digest.
@@ -138,10 +138,10 @@ class OperationExecutor:
         self._take(model, self._new_from(where, checkpoint, with_optimizer=True))
 
     def rescue(self, model: str, made_by: str, at_least: int) -> int | None:
-        """Rebuild a model from a checkpoint of its callers, replacing any model of this id.
+        """Rebuild a model from one of its callers' checkpoints, replacing any model with this id.
 
         Uses the newest readable checkpoint that was saved without an unfinished gradient, by an operation whose name is
-        `made_by` plus a number, with that number at least `at_least`. Returns the number, or None if there is no such
+        `made_by` followed by a number that is at least `at_least`. Returns that number, or None if there is no such
         checkpoint.
         """
         found: list[tuple[int, CheckpointName, ModelCheckpoint]] = []
@@ -332,7 +332,7 @@ class OperationExecutor:
     def _need_base(self, all_weights: bool | None) -> Base:
         """Return the base, reloaded for a new model if that model or an earlier one trains all weights.
 
-        None for `all_weights` means that no model is created. A reload only happens when there are no models.
+        If `all_weights` is None, no model is being created. The base is reloaded only while there are no models.
         """
         base = self._base
         if base is None or (all_weights is not None and (base.all_weights or all_weights)):

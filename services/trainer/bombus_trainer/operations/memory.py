@@ -27,7 +27,8 @@ class ModelNeed(msgspec.Struct, frozen=True):
 
 
 def need_of(numbers: int, models: Collection[TrainedClientModel], optimizer_bytes_max: int) -> ModelNeed:
-    """Return the memory needed to add a new model to these. Optimizers beyond `optimizer_bytes_max` are in files."""
+    """Return the memory needed to add a new model to these. Optimizers that exceed `optimizer_bytes_max` are kept in
+    files."""
     weights = NUMBER_BYTES * numbers
     wanted = [2 * weights, *(trained.optimizer.full_bytes for trained in models)]
     held = sum(trained.optimizer.held_bytes for trained in models)

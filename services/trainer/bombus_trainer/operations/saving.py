@@ -73,8 +73,8 @@ def write_model(draft: Path, trained: TrainedClientModel, contents: Contents) ->
 
 
 def _write_adapter(draft: Path, trained: TrainedClientModel, contents: Contents) -> Seal:
-    """Write an adapter's two files. An external adapter's configuration names its base; otherwise the address covers
-    the configuration."""
+    """Write an adapter's two files. An external adapter's configuration names its base. Any other adapter's
+    configuration is repeated in the file of tensors, so that the adapter's address covers it."""
     config = trained.adapter_config().to_json()
     metadata = {ADAPTER_CONFIG: config}
     if contents.kind is CheckpointKind.EXTERNAL:

@@ -8,7 +8,8 @@ SEED_MIN, SEED_MAX = -(1 << 63), (1 << 63) - 1
 
 
 def check_adapter(base: Base, spec: AdapterSpec | None, rank_max: int) -> None:
-    """Raise `Refused` if an adapter cannot be created on this base. None, for all weights, is always accepted."""
+    """Raise `Refused` if an adapter cannot be created on this base. A `spec` of None, meaning all weights, is always
+    accepted."""
     if spec is None:
         return
     if not 1 <= spec.rank <= rank_max:

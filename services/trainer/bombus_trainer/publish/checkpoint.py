@@ -1,4 +1,5 @@
-"""Writes checkpoints by filling a draft, making it durable and renaming it into place. Loads their tensors, verified.
+"""Writes checkpoints by filling a draft, making it durable and renaming it into place. Also verifies and loads their
+tensors.
 
 `bombus.weights.checkpoints` defines the format.
 """
@@ -52,7 +53,7 @@ def write_checkpoint(
 
 
 def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
-    """Make the files in `folder` for which `is_ours` is true durable. Return their seals by relative path."""
+    """Make durable those files in `folder` for which `is_ours` returns true. Return their seals by relative path."""
     seals: dict[str, Seal] = {}
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = file.relative_to(folder).as_posix()

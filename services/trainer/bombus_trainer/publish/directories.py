@@ -26,7 +26,8 @@ _RUN = re.compile(r"run-(\d+)(?:-epoch-(\d+))?\Z")
 def new_directory(directory: Path, drafts: Path, trainer_epoch: int, *, durable: bool) -> Iterator[Path]:
     """Yield a draft in `drafts` to fill. Afterwards it takes the place of `directory`, durably if `durable`.
 
-    If `directory` exists already, it is moved aside first, and removed last or restored: see `settle`.
+    An existing `directory` is first moved aside. It is removed at the end, or restored if the draft did not take its
+    place: see `settle`.
     """
     make_durable_directory(directory.parent)
     draft = draft_directory(drafts, trainer_epoch)

@@ -45,7 +45,7 @@ class ModelPart(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """The contents of a version's file except values: the precision, and the tensors' shapes in order."""
+    """Describes a version's file without its values: the precision, and the tensors' shapes in order."""
 
     dtype: torch.dtype
     shapes: Mapping[str, Shape]
@@ -178,8 +178,8 @@ def complete(source: WeightsSource, directory: Path, held: HostCopy, trainer_epo
 
 
 def digest_of(source: WeightsSource, held: HostCopy | None = None, part: ModelPart = ModelPart.MODEL) -> str:
-    """Return the `sha256` of the file for these weights without writing it. Their values are copied to `held`, if
-    given."""
+    """Return the `sha256` that the file for these weights would have, without writing the file. If `held` is given, the
+    weights are copied to it."""
     outline = source.outline(part)
     return source.read_weights(lambda tensors: outline.write(NOWHERE, _through(held, tensors)), part).sha256
 

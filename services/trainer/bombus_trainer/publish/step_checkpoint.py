@@ -31,8 +31,8 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save_step(root: Path, facts: StepFacts, fill: FillDraft) -> Checkpoint[StepFacts]:
-    """Write a checkpoint in `root`. Returns once it would survive a power failure. On one log, no attempt is ever
-    repeated."""
+    """Write a checkpoint in `root`, under a name that no other attempt on the same log can have. Returns once it would
+    survive a power failure."""
     directory = root / f"step-{facts.step:08d}-epoch-{facts.trainer_epoch}-attempt-{facts.attempt}"
     return write_checkpoint(directory, facts, fill, root, facts.trainer_epoch)
 

@@ -53,7 +53,8 @@ def _with_causes(error: BaseException) -> list[BaseException]:
 
 
 def backoff(failures: int, first_s: float, most_s: float) -> float:
-    """Return how long to wait after `failures` failures in a row: doubled after each, up to `most_s`."""
+    """Return how long to wait after `failures` failures in a row: `first_s`, doubled for each failure after the first,
+    but at most `most_s`."""
     return min(first_s * 2.0 ** min(max(failures - 1, 0), DOUBLINGS_MAX), most_s)
 
 

@@ -21,9 +21,9 @@ def restore_newest(executor: TrainerBackend, engine: EngineState) -> int:
     """Bring a model, loaded at step 0, to the newest checkpoint of its run that can be read. Return that checkpoint's
     step.
 
-    A checkpoint is used only if the steps after it are kept, so that they can be retrained. If there are no
-    checkpoints, the model stays at step 0, unless the run began at an earlier run's checkpoint. Raises `EngineFault` if
-    no checkpoint can be used, and also what `TrainerBackend.restore` raises.
+    A checkpoint is used only if the steps after it are kept, so that they can be retrained. If no checkpoint can be
+    used, the model stays at step 0, provided that the run began there and all of its steps are kept; otherwise raises
+    `EngineFault`. Also raises whatever `TrainerBackend.restore` raises.
     """
     newest = engine.step_done
     if newest is None:

@@ -10,7 +10,7 @@ from bombus_trainer.settings import TrainerSettings
 
 
 def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], job: RunConfig) -> list[list[float]]:
-    """Return the advantage of each call of each episode of a group, as the job's estimator computes it.
+    """Return the advantage of each call in each of a group's episodes, as the job's estimator computes it.
 
     It is 0 for auxiliary calls that the job does not train on.
 

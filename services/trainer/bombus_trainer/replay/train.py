@@ -128,7 +128,7 @@ def _verdict(trained: Trained) -> str:
 
 
 def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
-    """Say why the bytes may differ although nothing is wrong, as far as that can be known."""
+    """Return what is known about whether, and why, the bytes may differ although nothing is wrong."""
     here = this_machine(device)
     done = logged.step(trained.step).done
     trained_on = logged_machine(done) if done is not None else ""

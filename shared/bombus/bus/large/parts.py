@@ -25,10 +25,10 @@ class Parts:
     async def store(self, subject: str, body: bytes, timeout_s: float = 30.0, known: bytes = b"") -> BodyRef:
         """Store a body, and return its reference once all of it is durable. `known` is its digest, if already computed.
 
-        Each call stores a new copy, because the copy that an earlier call stored may have been purged by now; an
-        operation is identified by its key. Raises `Refused` for a body over the limit. Raises `BusUnavailable` if not
-        all of the body is acknowledged within `timeout_s`, or if the stream is full; the parts that were stored are
-        purged later.
+        Each call stores a new copy, because the copy that an earlier call stored may have been purged by now.
+        Duplicates are harmless, since an operation is identified by its key. Raises `Refused` for a body over the
+        limit. Raises `BusUnavailable` if not all of the body is acknowledged within `timeout_s`, or if the stream is
+        full; the parts that were stored are purged later.
         """
         if len(body) > BODY_BYTES_MAX:
             raise Refused(

@@ -1,4 +1,4 @@
-"""Folders of backends. They are removed with all their contents, even after their server was killed."""
+"""Folders for backends. They are removed with all their contents, even after their server was killed."""
 
 import asyncio
 import fcntl
@@ -36,7 +36,7 @@ class BackendFolder:
 
 
 async def empty_folder(path: str) -> None:
-    """Remove all contents of a folder, at any depth and with any permissions. Raises `OSError`."""
+    """Remove all contents of a folder, at any depth and with any permissions. Raises `OSError` if that fails."""
     owner = os.stat(path)
     await _remove(path)
     os.mkdir(path, 0o700)

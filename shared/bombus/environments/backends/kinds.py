@@ -31,7 +31,7 @@ class Backend(Protocol):
 
 
 class RealBackend:
-    """Tells a class to use the real service. The class gets this object instead of a simulator."""
+    """Given to a class in place of a simulator, to tell the class to use the real service."""
 
     @property
     def address(self) -> NoReturn:

@@ -22,7 +22,8 @@ def memory_of(leader: int, suspicious: int) -> int:
 
 
 def _descendants(leader: int) -> Iterator[int]:
-    """Yield a process and its descendants. A process orphaned in its PID namespace gets a new parent within it."""
+    """Yield a process and its descendants. A process orphaned in a PID namespace remains a descendant, because it gets
+    a new parent in that namespace."""
     left = [leader]
     while left:
         yield (process := left.pop())

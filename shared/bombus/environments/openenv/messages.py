@@ -113,7 +113,7 @@ class NotAMessage(ValueError):
 def encode(message: WireMessage) -> str:
     """Return a message as the text to send. Unpaired surrogates, which UTF-8 cannot encode, become question marks.
 
-    Raises `NotSendable`.
+    Raises `NotSendable` if the message is too long or cannot be written as JSON.
     """
     try:
         sent = _json(message)

@@ -53,7 +53,8 @@ class PlainInstance:
     """
 
     def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
-        """Take an instance, a class, or a function that makes an instance. Raises `WrongClass`.
+        """Take an instance, a class, or a function that makes an instance. Raises `WrongClass` if the class cannot be
+        used as an environment.
 
         `is_stopped`, if given, returns whether the task that calls a method was cancelled (see `contained_here`).
         """
@@ -81,12 +82,14 @@ class PlainInstance:
         return self._description is not None and self._description.plays
 
     async def make(self) -> None:
-        """Make the instance if it does not exist yet. Raises `ResetFailed` or `WrongClass`."""
+        """Make the instance if it does not exist yet. Raises `ResetFailed` if making it fails, or `WrongClass` if the
+        instance cannot be used as an environment."""
         made = await self.instance()
         self._description = self._description or describe(type(made), is_made=True)
 
     async def instance(self) -> object:
-        """Return the instance, making it if it does not exist yet. Raises `ResetFailed` or `WrongClass`."""
+        """Return the instance, making it if it does not exist yet. Raises `ResetFailed` if making it fails, or
+        `WrongClass` if the function returned a class or another episode's instance."""
         if self._instance is None:
             assert self._make is not None
             try:
@@ -288,10 +291,11 @@ _CLOSING: set[asyncio.Task[None]] = set()  # tasks that each close an environmen
 
 
 class PlainEnvironment:
-    """A plain class as an environment. Takes the class, an instance, or a function that makes an instance."""
+    """A plain class as an environment. It is created from the class, an instance, or a function that makes an
+    instance."""
 
     def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
-        """A server passes `is_stopped`, which returns whether the server has cancelled the task that makes a call.
+        """`is_stopped` is passed by a server, and returns whether the server has cancelled the task that makes a call.
 
         Tool calls then run in that task instead of a separate one, and the server does not wait for a call that keeps
         running after it was cancelled.

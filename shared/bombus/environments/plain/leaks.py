@@ -18,7 +18,8 @@ _PROC = Path("/proc")  # where this folder is missing, as on macOS, open files a
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Threads, asyncio tasks, open files, child processes, and the contents of some folders, each counted by name."""
+    """What a process has at one moment: threads, asyncio tasks, open files, child processes, and the contents of some
+    folders, each counted by name."""
 
     threads: Counter[str]
     tasks: Counter[str]

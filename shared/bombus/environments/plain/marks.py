@@ -21,7 +21,8 @@ class MethodKind(StrEnum):
 
 
 class MethodMark(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decorator says about its method. A reward lies between `low` and `high`, and is multiplied by `weight`.
+    """What a decorator has recorded about its method. A reward lies between `low` and `high`, and is multiplied by
+    `weight`.
 
     `role` names the agents in `play` whose calls get the reward. If `role` is empty, all calls do.
     """

@@ -76,7 +76,10 @@ class PlayAgent(msgspec.Struct, frozen=True):
         tools: Sequence[ToolSchema] = (),
         max_tokens: int | None = None,
     ) -> ChatAnswer:
-        """Return the model's answer to a text or a conversation. Raises `BudgetSpent` or `InfraError`."""
+        """Return the model's answer to a text or a conversation.
+
+        Raises `BudgetSpent` if the episode's turns or tokens are used up, or `InfraError` if the model does not answer.
+        """
         whole = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         return await self._ask(self.role, whole, tools, max_tokens)
 
@@ -121,7 +124,7 @@ class Play:
         self._answers: list[AgentCall] = []  # including answers that arrive after `play` has ended
 
     async def run(self, ask: Ask) -> RolloutStatus:
-        """Run the class's `play`. Raises `InfraError`.
+        """Run the class's `play`. Raises `InfraError` if `play` or the infrastructure fails.
 
         Calls still in progress when `play` ends are cancelled, and answers that arrive later do not count.
         """
@@ -161,7 +164,10 @@ class Play:
     async def _counted(
         self, ask: Ask, role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
     ) -> ChatAnswer:
-        """Make the call in a separate task, which can be cancelled. Raises `BudgetSpent` or `InfraError`."""
+        """Make the call in a separate task, which can be cancelled.
+
+        Raises `BudgetSpent` if the episode's turns or tokens are used up, or `InfraError` if the model does not answer.
+        """
         if self._asked >= self._budgets.turns_max:
             raise BudgetSpent(
                 f"the agents have made {self._asked} calls, which is the limit turns_max: end the episode",
@@ -190,7 +196,8 @@ class Play:
         return answer
 
     async def score(self) -> tuple[RolloutScores, tuple[RewardedCall, ...]]:
-        """Return the scores, and the reward of each call. Raises `MethodFailed`.
+        """Return the scores, and the reward of each call. Raises `MethodFailed` if a reward method or the `success`
+        method fails.
 
         A reward with a role applies only to that role's calls; one without a role applies to all calls. A method may
         return a list with one number for each call that its reward applies to.

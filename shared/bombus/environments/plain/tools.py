@@ -39,7 +39,8 @@ class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
         return self.schema.name
 
     def read(self, text: str) -> dict[str, Any]:
-        """Parse the JSON in `text`, and return the arguments by name. Raises `BadArguments`."""
+        """Parse the JSON in `text`, and return the arguments by name. Raises `BadArguments` if they do not fit the
+        tool."""
         try:
             found = self.arguments.model_validate_json(text.strip() or "{}")
         except ValidationError as error:
@@ -52,7 +53,8 @@ class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
 def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
     """Return the function stored in a class under `name`, whose first parameter is `self`, as a tool.
 
-    The function's `__name__` may differ, for example if another function created it. Raises `NoTool`.
+    The function's `__name__` may differ, for example if another function created it. Raises `NoTool` if the function
+    cannot be a tool.
     """
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
         raise NoTool("it is a generator, which cannot be shown to the model: return a list or a text")

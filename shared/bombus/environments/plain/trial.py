@@ -65,8 +65,8 @@ def _no_gold(name: str, found: object) -> str:
 
 
 async def tried(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
-    """Open the environment, carry out its gold solution or nothing, and score the result. The environment is left
-    open."""
+    """Open the environment, either carry out its gold solution or do nothing, and score the result. The environment is
+    left open."""
     opening = await environment.open(task)
     description = environment.plain.description
     solution = GoldSolution()

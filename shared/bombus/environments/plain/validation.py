@@ -1,4 +1,4 @@
-"""Checks of a plain class before training on it: gold solution, reward ranges, determinism, isolation and leaks."""
+"""Checks a plain class before training on it: gold solution, reward ranges, determinism, isolation and leaks."""
 
 import asyncio
 import os

@@ -73,8 +73,8 @@ class AsyncEnvPool:
         rollout: Callable[..., Any] | None = None,
         task: Task | None = None,
     ) -> None:
-        """Store the defaults for `run_group`, which may be called with only a rollout or only a task: the other then
-        comes from here."""
+        """Store the defaults for `run_group`. If `run_group` is called with only a rollout or only a task, it takes the
+        other from these defaults."""
         if group_size is None:
             group_size = number_of(os.environ, GROUP_VARIABLE, GROUP_SIZE, 1, POOL_MAX)
         self.group_size = group_size
@@ -102,7 +102,7 @@ class AsyncEnvPool:
         """Open all sessions. If any fails, close the others and raise the first error; `connect` may then be called
         again.
 
-        While a pool waits for slots (`wait_s`), it releases those that it has from time to time, so that two pools
+        While a pool waits for slots (`wait_s`), it now and then releases the slots that it has, so that two pools
         connecting at the same time do not block each other.
         """
         async with self._connecting:
@@ -315,7 +315,8 @@ class AsyncEnvPool:
     def _task_and_rollout(
         self, task: Task | GroupRollout[T], rollout: GroupRollout[T] | None
     ) -> tuple[Task, GroupRollout[T]]:
-        """Return the task and rollout to play, from the arguments or the pool's defaults. Raises `Refused`."""
+        """Return the task and rollout to play, from the arguments or the pool's defaults. Raises `Refused` if either is
+        missing."""
         given = task if isinstance(task, Task) else self._task
         by = rollout or (self._rollout if isinstance(task, Task) else task)
         if given is None or by is None:

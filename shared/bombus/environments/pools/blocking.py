@@ -1,5 +1,5 @@
-"""`EnvPool`: the same pool for programs without an event loop. The pool's own loop runs in a thread, and also sends
-heartbeats."""
+"""`EnvPool`: a pool like `AsyncEnvPool`, for programs without an event loop. The pool's own loop runs in a thread, and
+also sends heartbeats."""
 
 import asyncio
 import contextlib

@@ -45,7 +45,8 @@ class RemoteEnvironment:
         self._turn = asyncio.Lock()  # one step at a time, so that each sees whether the previous step ended the episode
 
     async def open(self, task: Task) -> Opening:
-        """Reset the environment for a task. Raises `ResetFailed` and `EnvironmentLost`."""
+        """Reset the environment for a task. Raises `ResetFailed` if that fails, or `EnvironmentLost` if the environment
+        is gone."""
         self._is_over, self._reward = False, None
         if not self.session.is_ours:
             return await self._open_other(task)
@@ -56,7 +57,8 @@ class RemoteEnvironment:
             raise ResetFailed(f"the server's answer to the reset has no first messages: {error}") from error
 
     async def call(self, call: ToolCall) -> ToolOutcome:
-        """Carry out a tool call. If the server declines it, the outcome has `failed` set. Raises `EnvironmentLost`."""
+        """Carry out a tool call. If the server declines it, the outcome has `failed` set. Raises `EnvironmentLost` if
+        the environment is gone."""
         try:
             if self.session.is_ours:
                 params = {"name": call.name, "arguments": call.arguments, "id": call.id}

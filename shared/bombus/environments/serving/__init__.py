@@ -1,1 +1,1 @@
-"""The environment server: environments in slots, each leased to one session, over OpenEnv's protocol."""
+"""The environment server: it runs environments in slots, each leased to one session, and speaks OpenEnv's protocol."""

@@ -16,7 +16,8 @@ PAGE_MAY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-in
 
 
 class NotLetIn(Exception):
-    """A request does not get a session, and is answered with an HTTP status instead."""
+    """Raised for a request that was turned away. It carries the HTTP status and the reason with which the request is
+    answered."""
 
     def __init__(self, status: HTTPStatus, code: str, why: str) -> None:
         super().__init__(why)
@@ -58,7 +59,7 @@ def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
 
 
 def _only(headers: Headers, name: str) -> str | None:
-    """Return the header of this name, or None. Raises `NotLetIn` if there are several."""
+    """Return the value of a header, or None if it is missing. Raises `NotLetIn` if the header occurs more than once."""
     given = headers.get_all(name)
     if len(given) > 1:
         raise NotLetIn(HTTPStatus.BAD_REQUEST, Code.MALFORMED, f"the request has {len(given)} {name} headers: send one")
@@ -81,7 +82,7 @@ def session_of(query: str) -> str | None:
 
 
 def wait_s_of(query: str) -> float:
-    """Return how long a client wants to wait for a slot (`?wait_s=`). Raises `NotLetIn`."""
+    """Return how long a client wants to wait for a slot (`?wait_s=`). Raises `NotLetIn` if the value is not allowed."""
     text = parse_qs(query).get("wait_s", ["0"])[-1]
     try:
         wait_s = float(text)

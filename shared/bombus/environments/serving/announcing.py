@@ -1,4 +1,5 @@
-"""Shows environment servers on a hive's bus, as leases in a bucket, which expire unless they are renewed."""
+"""Shows environment servers on a hive's bus. Each server has a lease in a bucket, which expires unless it is
+renewed."""
 
 import asyncio
 import json
@@ -40,9 +41,9 @@ class ShownServer(msgspec.Struct, frozen=True, kw_only=True):
 async def announce(counts: Callable[[], dict[str, int]], nats: str, hive: str, url: str) -> None:
     """Write the number of leased slots to the bus periodically, until cancelled.
 
-    If the server listens on every address, the URL shown has the address from which the bus is reached, or the
-    machine's host name. The bus only displays these counts: without the bus, the server keeps running and its leases
-    stay valid.
+    If the server listens on every address, the URL shown contains the machine's own address on its connection to the
+    bus or, failing that, its host name. The bus only displays these counts: without the bus, the server keeps running
+    and its leases stay valid.
     """
     name = secrets.token_hex(6)
     while True:

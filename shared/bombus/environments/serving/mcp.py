@@ -24,7 +24,8 @@ PATH = "/mcp"
 
 
 class PostedSessions(Protocol):
-    """A server's sessions by name. `gone` is done once the requesting client has disconnected."""
+    """A server's sessions, identified by name. The future `gone` is done once the requesting client has
+    disconnected."""
 
     async def open_by_post(self, wait_s: float, gone: ClientGone) -> str:
         """Open a session, and return its name. Raises `NotLetIn`."""
@@ -42,8 +43,8 @@ class PostedSessions(Protocol):
 async def answer_post(sessions: PostedSessions, request: Request, body: bytes, gone: ClientGone) -> Response:
     """Answer a POST from an authorized caller. Raises `NotLetIn` for paths other than `/mcp`.
 
-    A failed JSON-RPC request, even if it failed for lack of a free slot, gets a JSON-RPC error as its answer: OpenEnv's
-    client shows the message in such an error, but for an HTTP error only the status code.
+    If a JSON-RPC request fails, even because no slot is free, the answer is a JSON-RPC error rather than an HTTP error:
+    OpenEnv's client shows the message of the former, but only the status code of the latter.
     """
     url = url_of(request)
     if url.path != PATH:
@@ -79,8 +80,8 @@ async def _answer(sessions: PostedSessions, body: bytes, wait_s: float, gone: Cl
 
 
 def _called(number: object, answer: WireMessage) -> WireMessage:
-    """Return the answer to `tools/call` as OpenEnv's server would: a failure becomes an error, and the text is repeated
-    as `data`."""
+    """Convert the answer to `tools/call` to the form that OpenEnv's server uses: a failure becomes an error, and a
+    result repeats its text as `data`."""
     result = answer.data.get("result")
     if not isinstance(result, dict):
         return answer

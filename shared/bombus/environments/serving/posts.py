@@ -94,7 +94,8 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
                 self._reply(self._answer(request, bytes(self._body), self._gone))
 
     def _takes_events(self, post: h11.Connection) -> bool:
-        """Process the data received so far; return whether the request is complete. Raises `NotLetIn`."""
+        """Process the data received so far, and return whether the request is complete. Raises `NotLetIn` if the body
+        is too long."""
         while True:
             match event := post.next_event():
                 case h11.Request():

@@ -53,9 +53,10 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> BackendPool | RealBackend | None:
-    """Return the pool of backends, or None if environments need none. Raises `Refused` for invalid variables.
+    """Return the pool of backends, or None if environments need no backends. Raises `Refused` for invalid environment
+    variables.
 
-    With `BACKEND_TYPE=aws` there is no pool either: the result is `REAL`, and the class uses the real AWS.
+    With `BACKEND_TYPE=aws`, the result is `REAL` instead of a pool, and the class uses the real AWS.
     """
     kind, slots, spares = deployment.backend, deployment.settings.slots, deployment.spares
     wanted = environment.get(KIND_VARIABLE, "").strip() or "simulator"

@@ -45,7 +45,7 @@ NOT_RESET = "the environment has no task yet: send a reset first"
 
 
 class BadRequestMessage(ValueError):
-    """A message is invalid. The text is sent to the client, and the session continues."""
+    """Raised for an invalid message. The error's text is sent to the client, and the session continues."""
 
 
 class EnvironmentSource(Protocol):
@@ -67,10 +67,10 @@ class EnvironmentSource(Protocol):
         ...
 
     async def clean(self, session: str, in_use: bool) -> None:
-        """Take back the backend of the session's environment. Repeating this does nothing.
+        """Take back the backend of the session's environment. Calling this again does nothing.
 
-        `in_use` means that the environment's code may still be running and using the backend, so that no other session
-        may get it.
+        `in_use` means that the environment's code may still be running and using the backend, in which case no other
+        session may get the backend.
         """
         ...
 
@@ -91,8 +91,8 @@ class ServedSession:
     """Answers the messages in one session, one at a time.
 
     `answer` raises `InfraError` if the environment broke, which ends the session. For a client that plays step by step,
-    the transcript is kept here, because only the environment's rules say when an episode is over and what its reward
-    is.
+    the transcript is kept here, because the environment needs it to determine whether an episode is over and what its
+    reward is.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ServedSession:
     async def answer(self, message: WireMessage, is_posted: bool = False) -> WireMessage:
         """Carry out a message other than `close`. Raises `InfraError`.
 
-        A client that posts its tool calls does not send a transcript of those calls, so they are added to the
+        A client that posts its tool calls does not send a transcript of those calls, so the calls are added to the
         transcript kept here.
         """
         try:
@@ -214,8 +214,8 @@ class ServedSession:
         return ToolOutcome(text=_sendable(outcome.text), failed=outcome.failed)
 
     def _watched(self, work: Awaitable[T], name: str) -> Awaitable[T]:
-        """Await the environment's work. A `SystemExit` raised there is a failure of the environment and does not end
-        the server."""
+        """Await the environment's work. A `SystemExit` that the work raises is a failure of the environment and does
+        not end the server."""
         return watched(contained_here(work, self._is_stopped), name, self.session)
 
     def _said(self, message: dict[str, Any], characters: int) -> None:
@@ -285,9 +285,10 @@ class ServedSession:
 
 
 def task_of(data: dict[str, Any]) -> Task:
-    """Return the task of a reset, from its field `task`; other fields, such as `seed`, go into its metadata.
+    """Return the task in the field `task` of a reset. Other fields of the reset, such as `seed`, go into the task's
+    metadata.
 
-    Raises `BadRequestMessage`.
+    Raises `BadRequestMessage` if `task` is not an object.
     """
     given = data.get("task", {})
     if not isinstance(given, dict):
@@ -310,7 +311,7 @@ def _sendable(text: str) -> str:
 
 
 def _seen(data: dict[str, Any], call: ToolCall, outcome: ToolOutcome) -> dict[str, Any]:
-    """Return the observation from a step, in the same format as the request for the step."""
+    """Return the observation that answers a step, in the format that the request for the step used."""
     if "tool" in data:
         return {"text": outcome.text, "failed": outcome.failed}
     error = {"error_type": "execution_error", "message": outcome.text} if outcome.failed else None

@@ -1,4 +1,5 @@
-"""The environment server: leases of slots over WebSockets. `slots.py` contains the rules for the slots."""
+"""The environment server, which leases its slots to clients over WebSockets. `slots.py` contains the rules for the
+slots."""
 
 import asyncio
 import contextlib
@@ -140,7 +141,8 @@ class EnvironmentServer:
     # ---- the handshake ----------------------------------------------------------------------------------------
 
     async def admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer a request that opens no session, or return None once the session has a slot and an environment."""
+        """Return the answer to a request that opens no session. For a request that opens or joins one, return None once
+        the session has a slot and an environment."""
         try:
             return await self._admit(connection, request)
         except NotLetIn as refused:
@@ -174,14 +176,16 @@ class EnvironmentServer:
         return None
 
     def _held_by(self, connection: ServerConnection, session: str, seat: _Seat) -> ClientGone:
-        """Make a session end when its connection closes. Returns a future that is done at that time."""
+        """Make a session end when its connection closes. Returns a future that is done once the connection has
+        closed."""
         gone: ClientGone = asyncio.ensure_future(connection.wait_closed())
         gone.add_done_callback(lambda _: self._do(Release(session)))
         seat.gone = gone
         return gone
 
     def _attach(self, connection: ServerConnection, session: str) -> None:
-        """Attach a connection to a session that was opened by POST. Raises `NotLetIn`."""
+        """Attach a connection to a session that was opened by POST. Raises `NotLetIn` if the session does not exist,
+        has ended or already has a connection."""
         seat = self._live(session)
         if seat.connection is not None:
             raise NotLetIn(HTTPStatus.CONFLICT, WireError.SESSION_ERROR, "the session already has a connection")
@@ -191,7 +195,7 @@ class EnvironmentServer:
         self._do(Beat(session, self._clock(), worked=True))
 
     def _live(self, session: str) -> _Seat:
-        """Return the seat of a session that has a slot and an environment. Raises `NotLetIn`."""
+        """Return the seat of a session that has a slot and an environment. Raises `NotLetIn` for any other session."""
         seat = self._seats.get(session)
         if seat is None or seat.work is None or session not in self.table.leases:
             why = f"session {session[:64]!r} has ended, or does not exist: open another session, and reset it"
@@ -216,7 +220,8 @@ class EnvironmentServer:
             raise _stopping() if self._closing else busy
 
     async def _make_environment(self, session: str, seat: _Seat) -> None:
-        """Make a session's environment. Meanwhile, the client waits for the handshake and cannot send heartbeats."""
+        """Make a session's environment. Meanwhile, keep the session alive: its client is waiting for the handshake and
+        cannot send heartbeats."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         seat.making = making = asyncio.create_task(self._source.make(session, over.done))
         until = self._clock() + round(HANDSHAKE_S * SECOND)
@@ -244,8 +249,8 @@ class EnvironmentServer:
     # ---- a session ----------------------------------------------------------------------------------------------
 
     async def serve_session(self, connection: ServerConnection) -> None:
-        """Answer the messages in a session until the session ends, which may be while a message is still being carried
-        out."""
+        """Answer the messages in a session until the session ends. A session may end while a message is still being
+        carried out."""
         session = self._sessions.get(connection, "")
         seat = self._seats.get(session)
         if seat is None or seat.work is None or seat.gone is None:  # its lease ended during the handshake
@@ -272,8 +277,9 @@ class EnvironmentServer:
     async def _answer_next(self, session: str, connection: ServerConnection, work: SessionWork) -> bool:
         """Wait for a message and answer it. Returns whether another one may follow.
 
-        The task that waits also runs the environment's code and sends the answer. If many sessions have a message at
-        the same time, a further task would delay the first answer until all sessions have reached the same point.
+        The task that waits also runs the environment's code and sends the answer. With a separate task for that, if
+        many sessions had a message at the same time, the first answer would be delayed until all sessions had reached
+        the same point.
         """
         text = await connection.recv()
         if session not in self.table.leases:
@@ -306,9 +312,10 @@ class EnvironmentServer:
             return refused.response()
 
     async def open_by_post(self, wait_s: float, gone: ClientGone) -> str:
-        """Open a session without a connection, and return its name. Raises `NotLetIn`.
+        """Open a session without a connection, and return its name. Raises `NotLetIn` if the session gets no slot or
+        environment.
 
-        Until a connection attaches, the session ends if no call is made for a lease's time to live.
+        Until a connection attaches, the session ends if it receives no call for as long as a lease lives.
         """
         session, seat = secrets.token_hex(16), _Seat()
         self._seats[session] = seat
@@ -319,7 +326,8 @@ class EnvironmentServer:
         return session
 
     async def call_by_post(self, session: str, data: dict[str, Any], gone: ClientGone) -> WireMessage:
-        """Carry out a JSON-RPC request in a session. Raises `NotLetIn`.
+        """Carry out a JSON-RPC request in a session. Raises `NotLetIn` if the session has ended or has too many calls
+        in progress.
 
         If the client disconnects during the call, the session's state is uncertain, so the session ends.
         """
@@ -401,8 +409,8 @@ class EnvironmentServer:
     async def _end_work(self, seat: _Seat) -> bool:
         """End a session's running work. Returns whether all of it has ended.
 
-        A cancelled step may keep running in a thread. If an environment is still being made, wait for it, so that it
-        can be closed.
+        A cancelled step may keep running in a thread. If the session's environment is still being made, this waits for
+        it, so that it can be closed.
         """
         step, making = seat.work.step if seat.work is not None else None, seat.making
         was_cut = seat.work is not None and seat.work.was_cut

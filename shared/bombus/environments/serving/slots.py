@@ -1,4 +1,5 @@
-"""Decide which session has which slot of an environment server: leases with a time to live, and a queue with deadlines.
+"""Decides which session gets which slot of an environment server: leases with a time to live, and a queue with
+deadlines.
 
 Pure: commands in, events out; commands carry the time. A session whose lease has ended never gets it back.
 """
@@ -22,10 +23,10 @@ class LeaseEnd(StrEnum):
 
 
 class SlotSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How many environments there are, and how long a silent or idle session keeps its slot.
+    """Settings for the slots: how many environments there are, and how long a silent or idle session keeps its slot.
 
-    A slot that is being cleaned is nearly free: a client waits up to `clean_ns` for such a slot, even if it did not ask
-    to wait.
+    A slot that is being cleaned will soon be free, so a client waits up to `clean_ns` for such a slot even if it did
+    not ask to wait.
     """
 
     slots: int
@@ -47,8 +48,8 @@ class Acquire(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A session's client gave a sign of life. `worked` says that the client used its environment and was not just
-    connected."""
+    """A session's client gave a sign of life. `worked` says that the client used its environment, rather than merely
+    being connected."""
 
     session: str
     now_ns: int
@@ -133,7 +134,7 @@ class SlotLease(msgspec.Struct):
 
 
 class SlotTable:
-    """The fold of the events. Each slot is free, leased to one session, or being cleaned."""
+    """The state of all slots, folded from the events. Each slot is free, leased to one session, or being cleaned."""
 
     def __init__(self, settings: SlotSettings) -> None:
         self.settings = settings

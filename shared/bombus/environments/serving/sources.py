@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class ClassSource:
-    """Makes an instance of a class for each session. The class is a plain one, or already an `AgentEnvironment`.
+    """Makes an instance of a class for each session. The class is either a plain class or an `AgentEnvironment`.
 
-    If the class's `__init__` has a parameter `backend`, it gets either a backend from the pool, which belongs to the
-    session until the session ends, or `REAL`.
+    If the class's `__init__` has a parameter `backend`, that parameter gets either `REAL` or a backend from the pool.
+    The backend belongs to the session until the session ends.
     """
 
     def __init__(self, kind: Callable[..., Any], backends: BackendPool | RealBackend | None = None) -> None:
-        """Raise `Refused` for a class that is not an environment, or cannot be played through a server."""
+        """Raise `Refused` for a class that is not an environment, or that cannot be played through a server."""
         self._kind = kind
         takes = inspect.signature(kind).parameters.get("backend")
         if takes is not None and takes.default is inspect.Parameter.empty and backends is None:

@@ -21,8 +21,8 @@ class SessionWork:
         step_s: float,
         over: asyncio.Future[None],
     ) -> None:
-        """Take an environment made by `source`. `end` resolves `over`, which also tells the environment that it was
-        stopped."""
+        """Take an environment made by `source`. `end` resolves the future `over`, from which the session can tell that
+        it was stopped."""
         self.over = over
         self.step: asyncio.Task[Any] | None = None  # the task that is carrying out a message
         self.was_cut = False  # a message was cancelled: its code may still be running, even if the message has ended
@@ -37,7 +37,7 @@ class SessionWork:
         too long.
 
         Each message has its own task, which only `end` cancels. Any other cancellation in the task must therefore come
-        from the environment's code, which needs no further task.
+        from the environment's code, so that code does not need a task of its own.
         """
         async with self._turn:
             if self.is_broken or self.over.done():

@@ -27,8 +27,8 @@ class AbortReason(StrEnum):
 
     @property
     def failure(self) -> FailureKind | None:
-        """Return the kind of failure for an abort that does not give one, for instance an abort by the hive. Returns
-        None if nothing failed."""
+        """Return the kind of failure that this reason implies if the abort itself does not give one, for instance
+        because the hive aborted the episode. Returns None if nothing failed."""
         match self:
             case AbortReason.IDLE | AbortReason.UNCONFIRMED | AbortReason.SILENT:
                 return FailureKind.CLIENT
@@ -49,7 +49,8 @@ class DropReason(StrEnum):
 
 
 class RunKind(StrEnum):
-    """The kind of a run in older logs. Now `base`, `config_digest` and the job's collection determine it."""
+    """The kind of a run, which only older logs contain. In newer logs, `base`, `config_digest` and the job's collection
+    determine it."""
 
     EPISODES = "episodes"
     OPERATIONS = "operations"
@@ -137,13 +138,14 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained_staleness(self) -> int | None:
-        """Return the greatest age at which a token is trained on (R14), or None if that age is 0, because the
-        coordinator then enforces it."""
+        """Return the greatest age at which a token is trained on (R14). Returns None if that age is 0, because the
+        coordinator then enforces the limit."""
         return self.max_staleness or None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """A fact on the log. `at_ns` is the time of the inbox message that led to it (R5), and never decreases."""
+    """A fact on the log. `at_ns` is the time of the inbox message that led to the event (R5). It never decreases from
+    one event to the next."""
 
     at_ns: int = 0
     engine: str = HIVE

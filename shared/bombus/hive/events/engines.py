@@ -8,8 +8,8 @@ from bombus.hive.fates import StepTokens
 
 
 class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
-    """A coordinator has become the leader. The event gives the limits of the streams `calls` and `trajectories`, or 0
-    if there is no limit."""
+    """A coordinator has become the leader. The event gives the size limits of the streams `calls` and `trajectories`; 0
+    means that a stream has no limit."""
 
     epoch: int
     leader: str
@@ -18,7 +18,8 @@ class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epo
 
 
 class LeadingPaused(Event, frozen=True, kw_only=True, omit_defaults=True, tag="leading.paused"):
-    """No coordinator led from `since_ns` until now: there was no leader, it stalled, or the bus was unreachable."""
+    """No coordinator led from `since_ns` until now: there was no leader, the leader stalled, or the bus was
+    unreachable."""
 
     since_ns: int
 
@@ -45,9 +46,9 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
-    """A run has started. It `begins` at a checkpoint, or at the model as loaded.
+    """A run has started, either from a checkpoint (`begins`) or from the model as loaded.
 
-    If the run begins at the model as loaded although an earlier run has left checkpoints, `anew` says why. A run that
+    If the run starts from the model as loaded although an earlier run has left checkpoints, `anew` says why. A run that
     serves training operations has a `base`, and a run without a `config_digest` hands out its batches to an outside
     trainer.
     """
@@ -85,7 +86,7 @@ class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="en
 class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.suspended"):
     """The run cannot continue for now. It keeps its state, and waits for its operator to resume or stop it.
 
-    With `until_served`, it also resumes automatically once a replica serves its newest weights.
+    If `until_served` is true, the run also resumes automatically once a replica serves the run's newest weights.
     """
 
     run: int
@@ -96,7 +97,7 @@ class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.resumed"):
     """A suspended run was resumed, by its operator's `command` or because a replica serves its weights again.
 
-    The deadlines of its phase restart. After a command, quarantined replicas try again immediately.
+    The deadlines of the run's current phase start over. After a command, quarantined replicas try again immediately.
     """
 
     run: int
@@ -104,8 +105,8 @@ class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
 
 
 class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
-    """A command to configure, start, stop or resume changed nothing, because it was refused, for the reason `why`, or
-    was not needed.
+    """A command to configure, start, stop or resume changed nothing: it was refused, for the reason `why`, or it was
+    not needed.
 
     If the same command is sent again, even much later and under another leader, it gets the same answer and has no
     effect.
@@ -118,10 +119,10 @@ class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a gateway renders conversations with a model and parses the model's turns.
+    """The format in which a gateway renders conversations with a model and parses the model's turns.
 
     `template` is a digest of everything that determines prompts. `tool_calls` and `reasoning` name the syntaxes in
-    which tool calls and reasoning are parsed, or are "text" if these stay text.
+    which tool calls and reasoning are parsed, or are "text" if these are left as text.
     """
 
     template: str
@@ -156,7 +157,8 @@ class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync
 
 
 class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):
-    """A trainer has opened the run. It counts as gone after `patience_s` of silence (0 if the trainer gave no time)."""
+    """A trainer has opened the run. It counts as gone after `patience_s` of silence (0 if the trainer did not specify
+    this)."""
 
     run: int
     trainer: str
@@ -166,8 +168,8 @@ class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="t
 
 
 class TrainerStalled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.stalled"):
-    """A trainer has made no progress for `still_s` or, if `silent`, sent no message for that long. Its epoch ends
-    (R11).
+    """A trainer has made no progress for `still_s` or, if `silent`, has sent no message for that long. The trainer's
+    epoch ends (R11).
 
     `doing` is the work in which the trainer stalled, or "" if it was waiting. `failures` counts the failures of the
     step that the trainer owed, if any, including this one.
@@ -231,7 +233,8 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a trainer computes with a version: the logprobs of the sequences in `bombus.weights.canary`, in float64.
+    """A trainer's reference values for a version: the logprobs that it computes for the sequences in
+    `bombus.weights.canary`, in float64.
 
     `dtype` is the precision in which the model was published. `bits` is a sum of the bits of all its weights, or "" for
     an adapter. `effect` is the root mean square of the change that an adapter makes to these logprobs.
@@ -244,8 +247,8 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CanaryCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How far a replica's logprobs of the canary are from the trainer's, in nats, and the `limit` that rounding
-    explains.
+    """The result of comparing a replica's canary logprobs with the trainer's, in nats. A `difference` of up to `limit`
+    can be explained by rounding.
 
     At least three of the sequences differ by `difference` or more. `way` says how the logprobs were computed.
     """
@@ -267,9 +270,9 @@ class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="we
 class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that the replica serves, or 0 if it does not say. `constrains` says
-    whether the replica supports structured output. `canary` is None if the replica's weights were not compared with the
-    trainer's.
+    `sequence_tokens` is the longest sequence that the replica serves, or 0 if the replica does not report it.
+    `constrains` says whether the replica supports structured output. `canary` is None if the replica's weights were not
+    compared with the trainer's.
     """
 
     run: int
@@ -295,8 +298,8 @@ class ReplicaQuarantined(Event, frozen=True, kw_only=True, omit_defaults=True, t
     """A replica cannot load the newest weights. It keeps trying.
 
     Until it has loaded them, it gets no calls and the run does not wait for it. A new run or a command to resume also
-    ends the quarantine. With `answers`, the replica has loaded the weights but its answers are wrong: it serves again
-    once it has loaded other weights or was restarted.
+    ends the quarantine. If `answers` is true, the replica has loaded the weights but its answers are wrong: it serves
+    again once it has loaded other weights or was restarted.
     """
 
     run: int

@@ -47,9 +47,11 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A recorded call. `oldest` and `newest` are the oldest and newest policy versions among its sampled tokens.
+    """A recorded call. `oldest` and `newest` are the oldest and the newest of the policy versions that sampled its
+    tokens.
 
-    For recorded samples of a training client, `episode` is "", and `holder` names the share that they count toward.
+    For a training client's recorded samples, `episode` is "", and `holder` names the holder whose share they count
+    toward.
     """
 
     episode: str
@@ -76,11 +78,11 @@ class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of an episode as its client reported it, and the calls that belong to the episode from then on (R7).
 
-    On the log an outcome has no `calls`, except in events of older versions: the fold adds the calls that were noted as
-    complete before the outcome. `call_rewards`, if given, has a reward for each call that is not masked, in order;
-    `reward` is then their mean. `digest` is the digest of the report or, for a multi-model episode, of the results of
-    all its episodes. `data_set` is the name of the task's data set, or "" if the client gives none. `failure` is the
-    budget that the episode used up, or None.
+    On the log, only outcomes in events from older versions have `calls`: otherwise, the fold adds the calls that were
+    noted as complete before the outcome. `call_rewards`, if given, has a reward for each call that is not masked, in
+    order; `reward` is then their mean. `digest` is the digest of the report or, for a multi-model episode, of the
+    results of all its episodes. `data_set` is the name of the task's data set, or "" if the client gives none.
+    `failure` is the budget that the episode used up, or None.
     """
 
     episode: str
@@ -117,7 +119,8 @@ class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     @property
     def failed_by(self) -> FailureKind | None:
-        """What made the episodes fail, or None if nothing did: a client may simply not need an episode."""
+        """The kind of failure that ended the episodes, or None if nothing failed: a client may simply not need an
+        episode."""
         return self.failure or self.reason.failure
 
 
@@ -148,8 +151,8 @@ class PoolCleared(Event, frozen=True, kw_only=True, omit_defaults=True, tag="poo
 class BatchEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An episode in a batch.
 
-    On the log it has neither `calls` nor `call_rewards`, because a large batch that includes them might not fit into
-    one message: the fold adds them from the pool. Events of older versions have them.
+    On the log, only events from older versions have `calls` and `call_rewards`. In newer events, a large batch with
+    them might not fit into one message, so the fold adds them from the pool.
     """
 
     episode: str

@@ -62,9 +62,9 @@ class EnvironmentLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 class GroupsPushed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.pushed"):
     """Rollout groups were pushed. They wait for a batch, in this order, after all groups pushed earlier.
 
-    Their bodies are in the stream `trajectories`. A later push with the same `key` is a duplicate. If a group was made
-    from ended `episodes` of this run, these leave the pool, and `version` is the policy version when the group was
-    queued.
+    The groups' bodies are in the stream `trajectories`. A later push with the same `key` is a duplicate. If a group was
+    made from ended `episodes` of this run, these episodes leave the pool, and `version` is the policy version when the
+    group was queued.
     """
 
     groups: tuple[QueuedGroup, ...]
@@ -74,7 +74,8 @@ class GroupsPushed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="gr
 
 
 class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.handed_out"):
-    """These groups form the run's batch `number`, counted from 1. Until it is delivered, every request returns it."""
+    """These groups form the run's batch `number`, counted from 1. Until the batch is delivered, every request returns
+    it."""
 
     run: int
     number: int
@@ -91,8 +92,9 @@ class BatchDelivered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.given_up"):
     """Groups were dropped because their bodies are lost, they waited too long, or their key stored too much.
 
-    If `number` is 0, the groups were in the queue. Otherwise they were in the batch `number` that was handed out, whose
-    other groups are queued again, or in the batch of our own trainer's step `number`, which is then made without them.
+    If `number` is 0, the groups were in the queue. Otherwise `number` identifies the batch that contained them: either
+    a batch that was handed out, whose other groups are queued again, or the batch of that step of our own trainer,
+    which is then made without them.
     """
 
     run: int
@@ -128,10 +130,10 @@ class HolderFloor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrajectoriesReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trajectories.released"):
-    """The messages of `trajectories` before `below` may be purged, and for some holders, their messages before a later
-    sequence number.
+    """The messages of `trajectories` before `below` may be purged; for some holders, so may their messages before a
+    later sequence number.
 
-    A group whose body is older is refused.
+    A group whose body was stored before the sequence number that applies to it is refused.
     """
 
     below: int

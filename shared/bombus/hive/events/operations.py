@@ -13,8 +13,8 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     client.
 
     `owner` is the name of the client's key, or "" if the key has none; `dialect` is the gateway's note about the
-    client. A session `for_model` ends when its model has ended or could not be created. A session opened with the
-    hive's admin key (`admin`) has a separate share.
+    client. A session that was opened for a single model (`for_model`) ends when that model has ended or could not be
+    created. A session opened with the hive's admin key (`admin`) has a separate share.
     """
 
     session: str
@@ -83,7 +83,7 @@ class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class ModelRebuilding(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.remaking"):
-    """A trainer rebuilds a model from its recovery checkpoint and the operations executed since.
+    """A trainer rebuilds a model from the model's recovery checkpoint and the operations executed since then.
 
     If an earlier trainer ended while rebuilding the model, the `number` of each operation is recorded before the
     operation is executed again (and the checkpoint's number before the checkpoint is loaded). Operations that several
@@ -99,12 +99,12 @@ class ModelRebuilding(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.accepted"):
-    """An operation, the `number`th one of its model, was accepted and waits until all earlier ones are done.
+    """A model's operation with this `number` was accepted. It waits until all earlier operations of the model are done.
 
-    Its body is in the stream `ops`. An operation without a body ends a model whose session has ended; it first saves
-    the model as `save_as`, unless that is "". A `passive` operation, such as a forward pass, does not change the model.
-    The client's `metadata` is attached to what the operation saves. If the operation `reads` a saved model, named by
-    its `kept_id`, that model is kept until the operation has been executed.
+    The operation's body is in the stream `ops`. An operation without a body ends a model whose session has ended; it
+    first saves the model as `save_as`, unless that is "". A `passive` operation, such as a forward pass, does not
+    change the model. The client's `metadata` is attached to what the operation saves. If the operation `reads` a saved
+    model, named by its `kept_id`, that model is kept until the operation has been executed.
     """
 
     run: int
@@ -275,10 +275,11 @@ class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OperationsReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operations.released"):
-    """The messages of `ops` before `below` may be purged, and for some models, their messages before a later sequence
-    number.
+    """The messages of `ops` before `below` may be purged; for some models, so may their messages before a later
+    sequence number.
 
-    An operation whose body is older is refused, and its sender stores the body again.
+    An operation whose body was stored before the sequence number that applies to it is refused, and its sender stores
+    the body again.
     """
 
     below: int

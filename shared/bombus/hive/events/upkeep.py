@@ -30,7 +30,8 @@ class StorageFreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="st
 class LogCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="log.compacted"):
     """The events before `below` were removed; two verified snapshots replace them.
 
-    If there is an archive, the events were written to it first. If `below` is 0, no events had to be removed any more.
+    If there is an archive, the events were written to it first. If `below` is 0, nothing was removed: an earlier
+    compaction failed, but the log has become short enough without one.
     """
 
     below: int
@@ -45,8 +46,8 @@ class CompactionFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 class StreamWentBack(Event, frozen=True, kw_only=True, omit_defaults=True, tag="stream.went_back"):
     """The stream `what` has lost its end: it had messages up to `known`, but now only up to `kept`.
 
-    The hive continues with the remaining messages. For `inbox`, it decides messages after `kept` from here on. For
-    `calls`, `needed` counts the lost calls whose episodes are open or still had to be trained on.
+    The hive continues with the remaining messages. For `inbox`, the next message that the hive decides is the first one
+    after `kept`. For `calls`, `needed` counts the lost calls whose episodes are open or still had to be trained on.
     """
 
     what: str

@@ -63,7 +63,8 @@ def _endpoint_removed(engine: EngineState, event: ev.EndpointRemoved) -> None:
 
 @HANDLERS.on(ev.RestAsked)
 def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
-    """Record the request. The trainer may still be carrying out the opposite request, so it must report again."""
+    """Record the request. The trainer may still be carrying out the opposite request, so any state that it reported
+    before does not count."""
     engine.rest_wanted = event.asleep
     engine.asleep = not event.asleep
     engine.rest_since_ns = event.at_ns

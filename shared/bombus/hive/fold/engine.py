@@ -58,7 +58,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
 
 
 def _begin_at(engine: EngineState, begins: ev.Beginning, before: list[SealedStep]) -> None:
-    """Make a run begin as if it had completed the step of that checkpoint itself.
+    """Make a run start at a checkpoint as if the run itself had completed the checkpoint's step.
 
     If the previous run completed that step with the same settings, the trainer can also fall back to an older
     checkpoint, just as the previous run's trainer could. Otherwise no earlier batch is needed.
@@ -190,7 +190,8 @@ def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
 
 @HANDLERS.on(ev.TrainerStalled)
 def _trainer_stalled(engine: EngineState, event: ev.TrainerStalled) -> None:
-    """End the trainer's epoch: its later messages are ignored. Its successor gets the full time to boot."""
+    """End the trainer's epoch, so that the trainer's later messages are ignored. The next trainer gets the full time to
+    boot."""
     engine.trainer = ""
     engine.trainer_epoch = event.trainer_epoch + 1
     engine.stalled = event

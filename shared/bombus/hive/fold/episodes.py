@@ -186,7 +186,8 @@ def _count_evaluation(engine: EngineState, claimed: int, outcome: ev.Outcome, ep
 
 
 def _note_reward(engine: EngineState, client: str, at_ns: int) -> None:
-    """Record that a client is active, and forget inactive clients, since nothing limits how many there are."""
+    """Record that a client is active. Inactive clients are forgotten, since nothing else limits the number of
+    clients."""
     seen = engine.rewarded_ns
     seen.pop(client, None)
     seen[client] = at_ns  # moved to the end, so that the first client is the one that has been silent longest
@@ -250,7 +251,8 @@ def _pool_cleared(engine: EngineState, event: ev.PoolCleared) -> None:
 
 
 def _with_calls(engine: EngineState, event: ev.BatchReady) -> ev.BatchReady:
-    """Return the batch with its episodes' calls. The episodes are still in the pool until the batch is folded."""
+    """Return the batch with its episodes' calls. These come from the pool, in which the episodes stay until the batch
+    is folded."""
 
     def filled(episode: ev.BatchEpisode) -> ev.BatchEpisode:
         completed = engine.pool.get(episode.episode)

@@ -112,8 +112,8 @@ def forget_lost(clients: TrainingClients) -> None:
 
 
 def rebuild(clients: TrainingClients, event: ev.ModelRebuilding) -> None:
-    """Record which operation a trainer re-executes to rebuild a model, and that the trainer has survived the earlier
-    ones."""
+    """Record which operation a trainer re-executes to rebuild a model, and that the trainer has survived the operations
+    before it."""
     model = clients.models.get(event.model)
     if model is None:
         return
@@ -126,8 +126,8 @@ def rebuild(clients: TrainingClients, event: ev.ModelRebuilding) -> None:
 
 
 def forgive(clients: TrainingClients, at_ns: int) -> None:
-    """Allow trainers to rebuild suspended models again. Other models keep their counts, because they are being
-    rebuilt."""
+    """Allow trainers to rebuild suspended models again, by forgetting the failed attempts. Models that are not
+    suspended keep theirs, because they may be being rebuilt right now."""
     for model in clients.open_models:
         if model.suspended:
             model.unsurvived = {}
@@ -190,7 +190,7 @@ def execute(clients: TrainingClients, event: ev.OperationCompleted, results_byte
     """Record a result, and drop older results beyond the limits.
 
     If the results have too many bytes, find the key that has the most bytes, and drop results of its model with the
-    most bytes. If there are too many results, drop results of this model. The new result stays.
+    most bytes. If the operation's model has too many results, drop some of its own. The new result stays.
     """
     model = clients.models.get(event.model)
     queued = None if model is None else model.operations.get(event.key)
@@ -245,7 +245,8 @@ def _drop_result(clients: TrainingClients, model: ClientModel, queued: Queued) -
 
 
 def _trim_operations(clients: TrainingClients, model: ClientModel) -> None:
-    """Forget the oldest operations of a model that are no longer needed, many at a time, like `bounded.trim`."""
+    """Forget the oldest operations of a model that are no longer needed. Like `bounded.trim`, this forgets many at a
+    time."""
     if len(model.operations) <= COMPLETED_KEPT + COMPLETED_KEPT // 8:
         return
     unneeded = [each for each in model.operations.values() if not each.waits and not model.needs(each)]

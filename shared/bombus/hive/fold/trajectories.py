@@ -24,7 +24,8 @@ def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
 def end_run(state: Trajectories) -> None:
     """End a run: drop its groups (R8), and the keys by which repeated pushes are recognised.
 
-    Environments stay, since they do not notice that a run ends. An environment that has fallen silent may return.
+    Environments stay, since they do not notice when a run ends. This includes environments that have fallen silent,
+    because they may return.
     """
     queue = state.queue
     kept = [each for each in queue.environments.values() if each.connected or each.id in state.silent_ns]
@@ -97,8 +98,8 @@ def push(state: Trajectories, event: ev.GroupsPushed) -> None:
 
 
 def _forget_pushes(state: Trajectories, now_ns: int) -> None:
-    """Every `PUSHES_BETWEEN` pushes, forget pushes that are too old to be repeated, and the oldest if there are too
-    many."""
+    """Forget pushes that are too old to be repeated, and the oldest pushes if there are too many. Does so only once
+    every `PUSHES_BETWEEN` pushes."""
     if len(state.pushes) % PUSHES_BETWEEN:
         return
     kept, answers = 0, 0

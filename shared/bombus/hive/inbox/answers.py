@@ -58,21 +58,21 @@ class Accepted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="accep
 
 
 class Joined(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="joined"):
-    """An environment has joined. If `environment` is None, it has not joined and must retry: no trainer has requested a
-    batch yet."""
+    """The answer to an environment that asked to join. If `environment` is None, it has not joined and must retry,
+    because no trainer has requested a batch yet."""
 
     environment: int | None = None
 
 
 class Pushed(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="pushed"):
-    """Groups were queued. For each group, `held` gives how many sequences its environment is holding, or None if the
-    group was queued directly."""
+    """Groups were queued. For each group, `held` gives the number of sequences that its environment is holding, or None
+    if the group went straight into the queue."""
 
     held: tuple[int | None, ...]
 
 
 class BatchTaken(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="batch.taken"):
-    """The number of the batch that was handed out, or 0 if there was none. The state at `position` has the batch's
+    """The number of the batch that was handed out, or 0 if there was none. The state at `position` contains the batch's
     groups.
 
     `again` means that the batch was handed out before, but is not known to have arrived.

@@ -34,7 +34,8 @@ class Resume(Message, frozen=True, kw_only=True, omit_defaults=True, tag="resume
 
 
 class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim"):
-    """Claim `count` episodes, all or none. `claim` stays the same over all slices of one long wait (R13).
+    """Claim `count` episodes, all or none. A client that waits long for a claim sends it in slices, which all have the
+    same `claim` (R13).
 
     `owner` is the name of the client's key, if the key has one. A key with a name may have caps on its open episodes
     and on its waiting claims; 0 means no cap. In an operations run, `sampler` is the `MODEL/USE/NAME` of the saved
@@ -113,8 +114,8 @@ class MultiModelEnd(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
     """Abort episodes. If an episode is part of a multi-model episode, its partners are aborted too.
 
-    `failure` says why; None means that nothing failed. Older clients report only `infra`, which means that no model is
-    to blame.
+    `failure` is the kind of failure, or None if nothing failed. Older clients report only `infra`, which means that no
+    model is to blame.
     """
 
     client: str
@@ -143,10 +144,10 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
 
 
 class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
-    """Open a session of training operations. `idle_s` is 0 if the client gives no time.
+    """Open a session of training operations. `idle_s` is 0 if the client does not specify it.
 
-    `owner` is the name of the client's key, if the key has one. A session `for_model` ends with its model. A session
-    opened with the hive's admin key (`admin`) has a separate share.
+    `owner` is the name of the client's key, if the key has one. A session that is opened for a single model
+    (`for_model`) ends with that model. A session opened with the hive's admin key (`admin`) has a separate share.
     """
 
     session: str
@@ -168,8 +169,8 @@ class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class BeginSampling(Message, frozen=True, kw_only=True, omit_defaults=True, tag="begin_sampling"):
-    """Have a session sample from a base model, or from models saved on it. If the engine is offline, it starts a run
-    for this."""
+    """Allow a session to sample from a base model, or from saved models that were trained from it. If the engine is
+    offline, it starts a run for this purpose."""
 
     session: str
     base: str
@@ -178,12 +179,12 @@ class BeginSampling(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operate"):
     """Queue an operation on a model. `op` is the kind of operation, and `body` the place of its body.
 
-    Messages with the same `model` and `key` are the same operation and get the same answer, whatever their ids. With
-    `again_s`, this holds only for that long, since some clients reuse their keys. The first operation of a model is
-    `create_model`, with the name of its `base`. `run` is 0 if the sender does not know the run. The client's `metadata`
-    is for the model that is created or the checkpoint that is saved. `reads` is the `kept_id` of the saved model that
-    the operation loads; that model is not removed before the operation has loaded it. `models_max` is how many models
-    the engine may have at the same time, if the gateway sets a limit.
+    Messages with the same `model` and `key` are the same operation and get the same answer, whatever their ids. If
+    `again_s` is given, they are the same only for that many seconds, since some clients reuse their keys. The first
+    operation of a model is `create_model`, with the name of its `base`. `run` is 0 if the sender does not know the run.
+    The client's `metadata` is for the model that is created or the checkpoint that is saved. `reads` is the `kept_id`
+    of the saved model that the operation loads; that model is not removed before the operation has loaded it.
+    `models_max` is how many models the engine may have at the same time, if the gateway sets a limit.
     """
 
     session: str
@@ -201,7 +202,8 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
 
 
 class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_weights"):
-    """Remove a saved model, or do nothing if there is none. A model that a waiting operation loads is not removed."""
+    """Remove a saved model, or do nothing if there is none. The saved model is not removed if a waiting operation will
+    load it."""
 
     model: str
     use: str
@@ -278,8 +280,8 @@ class LeaveEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="push_groups"):
-    """Queue rollout groups, all or none. A push that soon follows another one with the same `key` is a repetition of
-    the earlier push.
+    """Queue rollout groups, all or none. If a push with the same `key` was made shortly before, this one is a
+    repetition of it.
 
     If the bodies have no sequences, the message asks whether the bodies must be stored: the answer BODY_GONE means yes.
     """
@@ -292,15 +294,15 @@ class TakeBatch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tak
     """Hand out the next batch if there is one, or the last one again if it was not delivered.
 
     A trainer may confirm batches itself: `after` is the number of the last batch that it has (0 for none), and every
-    request returns the batch after that one until the trainer confirms it. Then only batches that the trainer has
-    confirmed count as delivered.
+    request returns the batch after that one until the trainer confirms it. For such a trainer, only the batches that it
+    has confirmed count as delivered.
     """
 
     after: int | None = None
 
 
 class LostGroup(msgspec.Struct, frozen=True, array_like=True):
-    """The number of a group whose body is lost, and `first`, the sequence number at which the body should have been."""
+    """A group whose body is lost: its number, and `first`, the sequence number at which the body should have been."""
 
     group: int
     first: int

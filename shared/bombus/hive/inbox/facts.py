@@ -33,10 +33,10 @@ class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch")
     """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answers have
     arrived.
 
-    `sessions` are training sessions whose clients have sent heartbeats, `environments` those that have sent a message,
-    and `clients` those whose processes have sent heartbeats. A gateway that accepts heartbeats from clients sends a
-    touch without an engine every second, even if the touch is empty: if none arrives, clients may be alive but unable
-    to report it.
+    `sessions` lists the training sessions whose clients have sent heartbeats, `environments` the environments that have
+    sent a message, and `clients` the clients whose processes have sent heartbeats. A gateway that accepts heartbeats
+    from clients sends a touch without an engine every second, even if the touch is empty: if none arrives, clients may
+    be alive but unable to report it.
     """
 
     episodes: tuple[str, ...] = ()
@@ -59,8 +59,8 @@ class CallRecorded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
-    """A gateway has read the run's model. It sends this again until the format is on the log
-    (`EngineState.lacks_format`)."""
+    """A gateway has read the run's model, and reports its conversation format. The gateway sends this again until the
+    format is on the log (`EngineState.lacks_format`)."""
 
     run: int
     gateway: str
@@ -70,9 +70,9 @@ class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
     """A replica's heartbeat, once a second: the replica serves `version` of `run`, or no weights if `version` is -1.
 
-    `sequence_tokens` is the longest sequence that the replica serves, or 0 if it does not say. `constrains` says
-    whether the replica supports structured output. `canary` is None if the replica's weights were not compared with the
-    trainer's.
+    `sequence_tokens` is the longest sequence that the replica serves, or 0 if the replica does not report it.
+    `constrains` says whether the replica supports structured output. `canary` is None if the replica's weights were not
+    compared with the trainer's.
     """
 
     replica: str
@@ -92,9 +92,9 @@ class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that the replica serves, or 0 if it does not say. `constrains` says
-    whether the replica supports structured output. `canary` is None if the replica's weights were not compared with the
-    trainer's.
+    `sequence_tokens` is the longest sequence that the replica serves, or 0 if the replica does not report it.
+    `constrains` says whether the replica supports structured output. `canary` is None if the replica's weights were not
+    compared with the trainer's.
     """
 
     run: int
@@ -118,7 +118,7 @@ class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="loa
 
 
 class AnswersBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="answers.broke"):
-    """A gateway has received several answers that cannot be right from a replica. `reason` describes the last one.
+    """Several answers that a gateway has received from a replica cannot be right. `reason` describes the last one.
 
     `version` is the newest version that the gateway knew.
     """
@@ -132,8 +132,8 @@ class AnswersBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):
     """A trainer opens a run. This is a command: its answer contains the trainer's epoch (R11).
 
-    A trainer that is silent for `patience_s` counts as gone. If that is 0, the trainer may send no heartbeats, and
-    counts as gone after a day in which work was waiting for it without any result.
+    A trainer that is silent for `patience_s` counts as gone. If `patience_s` is 0, the trainer need not send
+    heartbeats, but counts as gone once work has been waiting for it for a day without any result.
     """
 
     run: int
@@ -242,7 +242,7 @@ class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.away"):
-    """A trainer cannot rebuild a model, for the reason `why`. Without a reason, the trainer can rebuild the model
+    """A trainer cannot rebuild a model, for the reason `why`. If the reason is empty, the trainer can rebuild the model
     again."""
 
     run: int
@@ -300,8 +300,8 @@ class TrajectoriesStored(Message, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class BodiesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="bodies.stored"):
-    """The leader has stored again the bodies of groups that have waited for a long time. `was` has the old place of
-    each."""
+    """The leader has stored the bodies of groups that have waited for a long time again. `was` has the old place of
+    each body."""
 
     moved: tuple[MovedBody, ...]
     was: tuple[int, ...]
@@ -317,7 +317,8 @@ class EpisodesGrouped(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="storage.seen"):
-    """Of the `size` bytes of `what`, `used` are in use. The last `reserve` bytes are kept for work in progress."""
+    """How full `what` is: `used` of its `size` bytes are in use. The last `reserve` bytes are kept for work in
+    progress."""
 
     what: str
     used: int

@@ -6,7 +6,8 @@ from bombus.hive.state import EngineState, Hive
 
 
 def why_out_of_order(hive: Hive, event: ev.Event) -> str:
-    """Return why no coordinator can have written this event after those in `hive`, or "" if a coordinator can have."""
+    """Return why no coordinator could have written this event after the events folded into `hive`, or "" if one could
+    have."""
     engine = hive.engine(event.engine)
     match event:
         case ev.OperationAccepted():

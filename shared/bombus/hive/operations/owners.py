@@ -1,4 +1,4 @@
-"""Which sessions, models, saved models and endpoints the holder of a client key may use.
+"""The rules for which sessions, models, saved models and endpoints the holder of a client key may use.
 
 An owner is the name of the key that opened a session. A key without a name may use every object, and every key may use
 the objects that were created with a nameless key. If a key may not use an object, the answer is as if the object did
@@ -16,7 +16,7 @@ def may_use(owner: str, holder: str) -> bool:
 
 
 def may_read(kept: KeptWeights, holder: str) -> bool:
-    """Return whether the holder of a key may load a saved model. Every key may load a published one."""
+    """Return whether the holder of a key may load a saved model. A published model may be loaded with any key."""
     return kept.noted.public or may_use(kept.noted.owner, holder)
 
 

@@ -20,7 +20,7 @@ FORWARD_BACKWARD, OPTIM_STEP, END_MODEL = "forward_backward", "optim_step", "end
 
 
 class Queued(msgspec.Struct, kw_only=True):
-    """An operation. It waits until it has a result, or an `error` if it will never be executed."""
+    """An operation in a model's queue. It waits until it has a result, or an `error` if it will never be executed."""
 
     number: int
     arrival: int  # its number among all operations of the engine
@@ -118,14 +118,15 @@ class ClientModel(msgspec.Struct, kw_only=True):
         return min((each.number for each in self.operations.values() if each.waits), default=self.numbers + 1) - 1
 
     def deadly(self, limit: int, trainer_epoch: int = 0) -> int:
-        """Return the last operation whose re-execution `limit` earlier trainers did not survive, or 0."""
+        """Return the number of the last operation whose re-execution `limit` earlier trainers did not survive, or 0 if
+        there is none."""
         ended = {number: set(epochs) - {trainer_epoch} for number, epochs in self.unsurvived.items()}
         return max((number for number, epochs in ended.items() if len(epochs) >= limit), default=0)
 
     def again(self) -> list[Queued]:
         """Return the operations that a trainer executes after it has loaded `checkpoint`, in order.
 
-        The operations that are not waiting already have a result, which is kept (R17).
+        Some of them are not waiting, because they have a result already; that result is kept (R17).
         """
         return [each for each in self.operations.values() if self.needs(each)]
 
@@ -240,7 +241,8 @@ def bodies_share(limits: ev.OperationLimits) -> int:
 
 
 def mean_loss(metrics: Mapping[str, float]) -> float | None:
-    """Return the mean loss of a forward_backward over the tokens that counted, or None if no token counted."""
+    """Return the mean loss that a `forward_backward` reports for the tokens that count toward it, or None if no token
+    does."""
     tokens = metrics.get("tokens", 0.0)
     return metrics["loss"] / tokens if tokens > 0 and "loss" in metrics else None
 

@@ -79,7 +79,7 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
 
 
 def noting(detail: str, refusing: str) -> str:
-    """Return an engine's detail with the reason why the hive accepts no new work, if any."""
+    """Return an engine's detail, followed by the reason why the hive accepts no new work if there is one."""
     return f"{detail}. No new work is accepted: {refusing}" if refusing else detail
 
 

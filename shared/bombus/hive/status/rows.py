@@ -13,8 +13,8 @@ from bombus.hive.trajectories.status import RolloutGroupStatus
 class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """An open episode. `idle_s` counts from its last recorded call.
 
-    The coordinator may count less idle time: it also knows about heartbeats and calls in flight, which only the inbox
-    has.
+    The coordinator may count less idle time, because it also knows about heartbeats and calls in flight, which are
+    reported only to the inbox.
     """
 
     episode: str
@@ -31,7 +31,8 @@ class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MultiModelClaimStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The open multi-model episodes of one claim. For each, `episodes` has the names in the order of `engines`.
+    """The open multi-model episodes of one claim. For each of these, `episodes` lists the names of its parts in the
+    order of `engines`.
 
     The figures are totals over all engines. `idle_s` is the idle time of the multi-model episode that has been idle
     longest, counted from the last recorded call in any of its parts: activity in one part counts for all.

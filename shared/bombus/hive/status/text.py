@@ -71,7 +71,8 @@ def _multi_model_lines(claims: Sequence[MultiModelClaimStatus]) -> list[str]:
 def _claim_rows(
     name: str, column: str, rows: Sequence[tuple[str, str, OpenEpisode | MultiModelClaimStatus]], more: str
 ) -> list[str]:
-    """Return a table of claimed episodes. `rows` has each one's name, the text of its extra column, and the episode."""
+    """Return a table of claimed episodes. Each of the `rows` consists of a name, the text for the extra column, and the
+    episode or claim itself."""
     if not rows:
         return []
     lines = [f"  {name:<20} {'client':<16} {'type':<5}{column} {'calls':>5} {'idle s':>8} {'limit s':>8}"]
@@ -173,7 +174,7 @@ def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
 
 
 def canary_text(replica: ReplicaStatus) -> str:
-    """Return how far a replica's logprobs are from the trainer's, or "" if there is nothing to say."""
+    """Return how far a replica's logprobs are from the trainer's, or "" if there was nothing to compare."""
     check = replica.canary
     if check is None:
         return "not checked" if replica.unchecked else ""

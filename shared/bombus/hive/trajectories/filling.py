@@ -16,7 +16,8 @@ SIZES_LOOKED_AT_MAX = 1 << 16  # limit on sizes in all pools over all searches o
 
 
 class Pool(msgspec.Struct):
-    """Groups that a fill distinguishes only by size. The selection has at least `need` sequences from the pool."""
+    """Groups that a fill distinguishes only by size. The selection must contain at least `need` sequences from the
+    pool."""
 
     counts: dict[int, int]  # number of groups by their number of sequences
     need: int = 0
@@ -51,7 +52,8 @@ class ExactFill:
         return self._selection is not None
 
     def take(self, pool: int, size: int) -> bool:
-        """Take a group of this pool and size if some selection contains one more. Return whether it was taken."""
+        """Take a group of this size from this pool if some selection contains one more. Return whether a group was
+        taken."""
         if self._selection is None or (pool, size) in self._refused:
             return False
         if not self._selection[pool].get(size) and not self._reselect(pool, size):
@@ -61,14 +63,15 @@ class ExactFill:
         return True
 
     def could_take(self, pool: int, size: int) -> bool:
-        """Return whether some selection contains one more group of this pool and size, without taking such a group."""
+        """Return whether some selection contains one more group of this size from this pool, without taking such a
+        group."""
         if self._selection is None or (pool, size) in self._refused:
             return False
         return bool(self._selection[pool].get(size)) or self._reselect(pool, size)
 
     def _reselect(self, pool: int, size: int) -> bool:
-        """Search for a selection with one more group of this size. If there is one, it completes the fill from now
-        on."""
+        """Search for a selection with one more group of this size. If there is one, it becomes the selection that
+        completes the fill."""
         counts = self._pools[pool].counts
         if not counts.get(size) or size > self.left or not self._searches_left:
             return False
@@ -123,12 +126,12 @@ def select(pools: Sequence[Pool], total: int) -> list[dict[int, int]] | None:
 
 
 def reachable(counts: dict[int, int], total: int) -> int:
-    """Return the sums up to `total` of groups with these counts by size, as the bits of an integer."""
+    """Return the sums up to `total` that groups with these counts by size can add up to, as the bits of an integer."""
     return _sums(counts, total)[-1]
 
 
 def _sums(counts: dict[int, int], total: int) -> list[int]:
-    """Return the reachable sums with no sizes, with the first size, with the first two sizes, and so on."""
+    """Return the sums that can be reached with no sizes, with the first size, with the first two sizes, and so on."""
     mask = (1 << (total + 1)) - 1
     bits = 1
     sums = [bits]
@@ -144,7 +147,8 @@ def _sums(counts: dict[int, int], total: int) -> list[int]:
 
 
 def _counted(counts: dict[int, int], sums: list[int], total: int) -> dict[int, int]:
-    """Return how many groups of each size to take for `total`, which is one of the last of `sums`.
+    """Return how many groups of each size to take for `total`, which must be one of the sums that all sizes together
+    reach.
 
     The counts include all sizes if possible, so that most groups taken next are already in the selection.
     """
@@ -212,7 +216,8 @@ def _runs(bits: int, stride: int) -> Iterator[tuple[int, int]]:
 
 
 def _share(others: int, own: int, total: int, wanted: int) -> int:
-    """Return the sum in `own` that is nearest to `wanted` and whose difference from `total` is in `others`."""
+    """Return the sum in `own` that is nearest to `wanted`. Only sums that together with a sum in `others` make up
+    `total` are considered."""
     return next(n for n in _outward(wanted, total) if own >> n & 1 and others >> (total - n) & 1)
 
 

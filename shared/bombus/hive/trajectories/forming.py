@@ -77,8 +77,8 @@ def may_form(queue: TrajectoryQueue) -> bool:
 
 
 def _choose(queue: TrajectoryQueue, fill: ExactFill, turns: dict[int, _Turn]) -> Iterator[int]:
-    """Yield the groups that a batch takes: the oldest that fits, then, as environments take turns, the oldest fitting
-    group of each."""
+    """Yield the groups that a batch takes: first the oldest group that fits, then, as the environments take turns, the
+    oldest group that fits from the environment whose turn it is."""
     oldest = sorted((number, size, owner) for owner, turn in turns.items() for number, size in turn.oldest())
     served = {owner: virtual_time(queue, owner) for owner in turns}
     for _, size, owner in oldest:
@@ -102,7 +102,7 @@ def _choose(queue: TrajectoryQueue, fill: ExactFill, turns: dict[int, _Turn]) ->
 
 
 def usable(queue: TrajectoryQueue, share: EnvironmentShare) -> Iterator[tuple[int, GroupLine]]:
-    """Yield those of a share's lines whose groups fit into a batch, each with the size of its groups.
+    """Yield the lines of a share in which the groups are small enough for a batch, each with its group size.
 
     Groups that were pushed before the trainer registered may be larger than a batch.
     """

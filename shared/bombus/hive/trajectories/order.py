@@ -6,7 +6,8 @@ from bombus.hive.trajectories.state import HandedOut
 
 
 def why_out_of_order(hive: Hive, event: ev.Event) -> str:
-    """Return why no coordinator can have written this event after those in `hive`, or "" if it is in order."""
+    """Return why no coordinator could have written this event after the events folded into `hive`, or "" if one could
+    have."""
     engine = hive.engine(event.engine)
     match event:
         case ev.BatchHandedOut():

@@ -1,8 +1,8 @@
 """Rollout groups that wait for a batch, and the environments that pushed them: a part of an engine's state.
 
-The functions below are the fold of this part. It keeps each group's size and the place of the group's body. The groups
-that have the same environment and the same size form a line, in order of arrival. Batches are formed from these lines
-alone (see `forming`).
+The functions below are the fold of this part. For each group, the state keeps its size and the place of its body. The
+groups that have the same environment and the same size form a line, in order of arrival. Batches are formed from these
+lines alone (see `forming`).
 """
 
 from bisect import bisect_left
@@ -31,7 +31,7 @@ CUT_AT = 64  # a line is shortened once more than this many of its groups, and m
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A rollout group. `environment` is None if the group was pushed without one, or with an unknown one.
+    """A rollout group. `environment` is None if the group was pushed without an environment, or with an unknown one.
 
     The group counts towards the share of `holder`, and its body is on that holder's subject (see
     `Subjects.trajectory`).
@@ -46,7 +46,8 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GroupLine(msgspec.Struct):
-    """Groups of one size, oldest first. Numbers before `start`, and those no longer queued, do not count."""
+    """Groups of one size, oldest first. The entries of `numbers` before `start` do not count, nor do those of groups
+    that have left the queue."""
 
     numbers: list[int] = []
     start: int = 0
@@ -76,7 +77,8 @@ class KeptGroups(msgspec.Struct):
 
 
 class Environment(msgspec.Struct, kw_only=True):
-    """An environment. One that has left is kept for as long as a batch can still take one of its groups."""
+    """An environment that pushes groups. Once it has left, it is kept for as long as a batch can still take one of its
+    groups."""
 
     id: int
     name: str
@@ -104,11 +106,11 @@ class Environment(msgspec.Struct, kw_only=True):
 
 
 class TrajectoryQueue(msgspec.Struct, kw_only=True):
-    """All queued groups, by number in order of arrival. `combined` maps a number to the groups that were combined under
-    it.
+    """All queued groups, keyed by number and in order of arrival. `combined` maps a number to the groups that were
+    combined under it.
 
-    Combined groups are in a line under the number of the last of them, with their total size. `clock` is the virtual
-    time of the batches taken so far: environments that join later begin there.
+    Groups that were combined are in a line under the number of the last of them, with their total size. `clock` is the
+    virtual time of the batches taken so far: environments that join later begin there.
     """
 
     batch_size: int = 0  # number of sequences; 0 before a trainer has registered
@@ -337,7 +339,8 @@ def join(queue: TrajectoryQueue, environment: Environment, desired_name: str = "
 
 
 def leave(queue: TrajectoryQueue, environment: int) -> None:
-    """Disconnect an environment that has left or fallen silent. Its groups stay, and those it held are queued."""
+    """Disconnect an environment that has left or fallen silent. Its groups stay, and the groups that it held are
+    queued."""
     known = queue.environments.get(environment)
     if known is None:
         return
@@ -415,7 +418,7 @@ def put_back(
     """Return a batch's groups, given by number, to the queue. Forget the groups that are `lost`.
 
     The groups get their old places. Combined groups stay together unless one of them is lost: then the others wait to
-    be combined with other groups. What each environment was served by this batch is deducted again.
+    be combined with other groups. The batch's sequences no longer count as served.
     """
     for group in groups.values():
         owner = queue.owner_of(group)
@@ -483,7 +486,8 @@ def virtual_time(queue: TrajectoryQueue, owner: int) -> float:
     next.
 
     This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time fair queueing", SIGCOMM 1996). An environment
-    that had no groups to take begins at the clock. If its groups fitted into no batch, it may catch up by one batch.
+    that had no groups to take begins at the queue's `clock`. If it had groups that fitted into no batch, it may catch
+    up by one batch.
     """
     credit = queue.batch_size / queue.weight_of(owner)
     return max(queue.share_of(owner).served, queue.clock - credit)
@@ -519,7 +523,8 @@ def _insert(line: GroupLine, number: int) -> None:
 
 
 def _erase(share: EnvironmentShare, number: int, size: int) -> None:
-    """Remove a group that no longer belongs to a line from the line's numbers, if they still include it."""
+    """Remove a group's number from the line to which the group no longer belongs, if the line still contains the
+    number."""
     line = share.lines.get(size)
     at = 0 if line is None else bisect_left(line.numbers, number, line.start)
     if line is not None and line.numbers[at : at + 1] == [number]:

@@ -27,8 +27,8 @@ def environment_status(queue: TrajectoryQueue, environment: Environment, step: i
     """Return an environment's share of the queue, without changing the queue.
 
     `queue_size` tells an environment when to stop generating. It counts the environment's own sequences and, if any
-    queued group has more than one sequence, those of other environments beyond the minimums that they are guaranteed.
-    It is given as a number of groups of the environment's own size.
+    queued group has more than one sequence, the sequences of other environments beyond their guaranteed minimums. The
+    total is given as a number of groups of the environment's own size.
     """
     own = environment.share
     group_size = max(1, environment.group_size, *own.lines)
@@ -56,7 +56,8 @@ def _reserved(queue: TrajectoryQueue, owner: int) -> int:
 
 
 def _portion(queue: TrajectoryQueue, environment: Environment) -> float:
-    """Return this environment's fraction of all generation, by its weight times its maximum length."""
+    """Return the fraction of all generation that falls to this environment, in proportion to its weight times its
+    maximum length."""
     total = sum(each.max_tokens * max(0.0, each.weight) for each in queue.environments.values() if each.connected)
     return environment.max_tokens * environment.weight / total if total > 0 else 0.0
 
@@ -82,8 +83,8 @@ def _too_large(queue: TrajectoryQueue) -> list[str]:
 
 
 def _without_a_fill(queue: TrajectoryQueue) -> list[str]:
-    """Return why no batch can be formed although there are enough sequences. If one can be, return which sizes fit into
-    no batch."""
+    """Return why no batch can be formed although there are enough sequences or, if one can be formed, which sizes of
+    groups fit into no batch."""
     sizes = Counter[int]()
     for _, share in queue.shares():
         sizes.update({size: line.count for size, line in usable(queue, share)})

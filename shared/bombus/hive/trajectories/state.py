@@ -37,7 +37,8 @@ class HandedOut(msgspec.Struct, kw_only=True):
 
 
 class RecentPush(msgspec.Struct, frozen=True, array_like=True):
-    """When a push was decided, its answer, and the digest of its groups (see `digest_of`)."""
+    """A push that might be repeated: when it was decided, its answer, and the digest of its groups (see
+    `digest_of`)."""
 
     at_ns: int
     held: tuple[int | None, ...]
@@ -84,7 +85,8 @@ class Trajectories(msgspec.Struct, kw_only=True):
             yield from self.batch.groups
 
     def queued_before(self, version: int) -> list[int]:
-        """Return the numbers of the groups made from episodes that were queued before this policy version."""
+        """Return the numbers of the groups made from episodes that entered the queue at an older policy version than
+        this one."""
         return [number for number, _ in takewhile(lambda queued: queued[1] < version, self.queued_at.items())]
 
     def movable(self, now_ns: int) -> Iterator[tuple[int, QueuedGroup]]:

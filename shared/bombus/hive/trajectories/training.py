@@ -1,6 +1,7 @@
 """How our own trainer trains on a rollout group, and which groups it refuses.
 
-It refuses a group that it would not train on as the environment intended, and names the field.
+The trainer refuses a group that it would not train on as the environment intended, and names the field that prevents
+it.
 """
 
 import math
@@ -21,7 +22,8 @@ ZERO, TEMPERATURE = "set_advantage_to_zero", "temperature"  # the overrides that
 
 
 class Handling(msgspec.Struct, frozen=True):
-    """How one sequence of a group is trained on: the temperature, and whether its advantage counts as zero."""
+    """The way in which one sequence of a group is trained on: its temperature, and whether its advantage counts as
+    zero."""
 
     temperature: float = 1.0
     zeroed: bool = False

@@ -175,7 +175,7 @@ _RULES: tuple[Callable[[View, EngineState], Iterator[ChainLink]], ...] = (
 
 
 def _complete(view: View, engine: EngineState, head: str, since_ns: int) -> Iterator[ChainLink]:
-    """Yield what a complete batch waits for before it is sealed. Only the batches of asynchronous runs wait."""
+    """Yield what a complete batch waits for before it is sealed. Batches wait only in asynchronous runs."""
     last = last_chances(engine) if engine.collection.max_staleness > 0 else []
     if engine.batch is not None or engine.version < engine.step:
         yield ChainLink(f"{head} is complete, and is waiting for step {engine.step}", trainer_of(engine), since_ns)

@@ -18,7 +18,7 @@ DETAIL_CHARS = 200
 
 
 class WaitEnd(NamedTuple):
-    """When the wait for an episode ends, and a clause that says what happens then."""
+    """The end of the wait for an episode: its time, and a clause that says what happens then."""
 
     until_ns: int
     then: str
@@ -113,7 +113,7 @@ def paced(view: View, engine: EngineState) -> Iterator[ChainLink]:
 
 
 def shares(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield the key whose claims are refused because its episodes pin more calls than the key's share allows."""
+    """Yield which key's claims are refused because its episodes pin more calls than the key's share allows."""
     for holder, _ in view.hive.pinned_calls().most_common(1):
         if holder in engine.calls.holders and (why := view.hive.why_no_calls(holder)):
             key = f"key {holder}" if holder else "clients without a key"
@@ -155,7 +155,7 @@ def _aborted(view: View, aborted: ev.EpisodeAborted) -> str:
 
 
 def cleared(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield that the pool, which is too small for a batch, has been cleared since the newest batch."""
+    """Yield a link if the pool is too small for a batch because it was cleared after the newest batch."""
     found, batch = view.last.of(ev.PoolCleared, engine.name), view.last.at_ns(ev.BatchReady, engine.name)
     if found is not None and found.run == engine.run and found.reason == DropReason.OVERFLOW and found.at_ns > batch:
         limit = engine.collection.max_pool_episodes

@@ -16,7 +16,7 @@ OPERATOR, CLIENT, COORDINATOR, TIME, NOBODY = "the operator", "a client", "a coo
 
 
 class ChainLink(msgspec.Struct, frozen=True):
-    """One sentence that says who or what waits, and for what. `who` can end the wait.
+    """One sentence that says who or what waits, and for what. `who` names the party that can end the wait.
 
     The wait began at `since_ns`, and time alone ends it at `until_ns`. Either is 0 if the log does not say.
     """
@@ -28,10 +28,11 @@ class ChainLink(msgspec.Struct, frozen=True):
 
 
 class LastEvents:
-    """The newest event of each kind for each engine. The state alone does not keep all the times and reasons in these
-    events.
+    """The newest event of each kind for each engine. It is kept because the state alone does not have all the times and
+    reasons in these events.
 
-    `anew_ns` is when silence was last counted from zero (R5), by a new leader or after a long pause.
+    `anew_ns` is the last time at which silence began to be counted from zero (R5), because of a new leader or a long
+    pause.
     """
 
     def __init__(self) -> None:

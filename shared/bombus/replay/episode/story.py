@@ -40,7 +40,7 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
     sampler: ev.SamplerWeights | None = None
 
     def belongs(self, ref: CallRef) -> bool:
-        """Return whether a call is among those that the episode ended with (R7).
+        """Return whether a call is one of those with which the episode ended (R7).
 
         If the episode has no outcome, return whether the call came in time.
         """

@@ -22,8 +22,8 @@ _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A sampled token. `logprob` is the sampler's. `trained` says that the loss has a term for the token once its
-    episode is in a batch."""
+    """A sampled token. `logprob` is the one that the sampler reported. `trained` says that the loss has a term for the
+    token once its episode is in a batch."""
 
     id: int
     text: str
@@ -154,7 +154,7 @@ async def _advantages(
 ) -> dict[CallRef, float]:
     """Return the advantage of each call, as the trainer computes it from the group.
 
-    An episode that cannot be read is left out of its group, as the trainer does.
+    An episode that cannot be read is left out of its group here, just as it is in the trainer.
     """
     if story.group is None or job is None:
         return {}

@@ -19,7 +19,7 @@ class CannotDoWithout(BombusError):
 
 
 class PlainBase(msgspec.Struct, frozen=True):
-    """An image without build steps: its working directory, and whether that contains the files beside the
+    """An image that needs no build: its working directory, and whether that directory contains the files beside the
     Dockerfile."""
 
     workdir: str

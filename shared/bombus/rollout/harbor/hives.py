@@ -14,7 +14,8 @@ _PROC = Path("/proc")
 
 
 def private_places() -> list[Path]:
-    """Return the data folders of hives that processes name or use, and the key files that their command lines name."""
+    """Return the data folders of hives that running processes name or use, and the key files named on their command
+    lines."""
     seen: dict[Path, bool] = {}
     found = {Path(DATA).resolve()}
     for process in _PROC.glob("[0-9]*"):

@@ -17,7 +17,7 @@ BYTES_MAX = 64 << 10
 def verdict_of(exit_code: int, verifier: Path, errors: str) -> Judgement:
     """Return the reward in `reward.json`, or else the reward in `reward.txt`, whatever the exit code.
 
-    If `reward.json` has several rewards, the one called `reward` counts, or else their mean.
+    If `reward.json` has several rewards, the one called `reward` counts or, if none has that name, their mean.
 
     Raises `InfraError` if the tests did not judge, because a signal ended them or they left no valid number.
     """

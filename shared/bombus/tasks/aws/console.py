@@ -19,7 +19,7 @@ CONFIG = "[default]\nregion = us-east-1\noutput = json\ncli_follow_urlparam = fa
 
 
 class CommandKilled(EnvironmentLost):
-    """Raised if a command did not end in time, or ended its process. The next command gets a new process."""
+    """Raised if a command did not end in time, or ended the console's process. The next command gets a new process."""
 
 
 class AwsConsole:

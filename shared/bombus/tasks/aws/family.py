@@ -25,7 +25,7 @@ class AwsTasks:
         self._tasks = [task for task in TASKS if tier in (task.tier, "all")]
 
     def draw(self, draw: TaskDraw) -> list[Task]:
-        """Return at most as many tasks as there are, in an order determined by the seed.
+        """Return as many tasks as requested, or all tasks if there are fewer, in an order determined by the seed.
 
         Both splits have the same tasks.
         """

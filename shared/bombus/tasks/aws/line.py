@@ -28,7 +28,8 @@ class CommandRefused(BombusError):
 
 
 def words_of_line(line: str) -> list[str]:
-    """Return the words of one command, without quotes and comments. Raises `CommandRefused`."""
+    """Return the words of one command, without quotes and comments. Raises `CommandRefused` for a line that is not a
+    single plain command."""
     if len(line) > LINE_CHARACTERS_MAX:
         raise CommandRefused(f"the command has over {LINE_CHARACTERS_MAX} characters")
     if any("\ud800" <= each <= "\udfff" or each == "\0" for each in line):

@@ -1,8 +1,8 @@
 """The part of the AWS command line that is carried out: services, their operations and options. Pure.
 
 Anything not listed here is refused. A new entry must not name files, must not reach any address but the simulator's,
-and must end soon. This excludes operations that run code (lambda, cloudformation, ecs), stream or wait, and options
-whose values are blobs or addresses.
+and must finish quickly. This excludes operations that run code (lambda, cloudformation, ecs), stream or wait, and
+options whose values are blobs or addresses.
 """
 
 import msgspec

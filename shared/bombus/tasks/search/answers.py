@@ -40,8 +40,8 @@ class SearchAction(msgspec.Struct, frozen=True):
 def action_of(reply: str) -> SearchAction:
     """Return the first search or answer in a reply. The text after this action is ignored.
 
-    An unclosed tag counts only if there is no closed one. The last tag then extends to the end of the reply, since
-    servers may stop before the closing tag.
+    An unclosed tag counts only if there is no closed one. In that case, the content of the last tag extends to the end
+    of the reply, since servers may stop before the closing tag.
     """
     found = _CLOSED.search(reply) or _OPEN.search(reply)
     if found is None or not found[2].strip():
@@ -86,7 +86,8 @@ def _is_punctuation(char: str) -> bool:
 
 
 def worth(actions: Sequence[SearchAction], golds: Sequence[str], format_score: float) -> float:
-    """Return 1 for a correct answer after only valid actions, and `format_score` for a wrong one.
+    """Return the worth of the last action. If all actions are valid, a correct answer is worth 1, and a wrong answer
+    `format_score`.
 
     A correct answer after an invalid action is worth 1 - `format_score`, and everything else is worth 0.
     """

@@ -28,7 +28,7 @@ class SearchFailed(InfraError):
 
 class SearchBackend(Protocol):
     async def search(self, queries: Sequence[str], count: int) -> Sequence[list[SearchDocument] | SearchFailed]:
-        """Return the documents for each query, best first, or the reason why it has none.
+        """Return the documents for each query, best first, or the error with which the query failed.
 
         Raises `SearchFailed` if no query could be answered.
         """
@@ -46,7 +46,8 @@ class LocalBackend:
 
 
 class GoogleBackend:
-    """Google's JSON API, with one request per query. `transport` is for tests. Raises `Refused` if there is no key."""
+    """Searches with Google's JSON API, with one request per query. `transport` is for tests. Raises `Refused` if there
+    is no key."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
         missing = [name for name in (GOOGLE_KEY, GOOGLE_ENGINE) if not os.environ.get(name)]

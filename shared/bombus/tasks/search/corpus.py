@@ -88,12 +88,14 @@ def bundled_questions() -> list[SearchQuestion]:
 
 
 def read_documents(path: Path) -> list[SearchDocument]:
-    """Return the documents in a file with one JSON object (`title` and `text`) per line. Raises `Refused`."""
+    """Return the documents in a file with one JSON object (`title` and `text`) per line. Raises `Refused` if the file
+    cannot be used."""
     return read_json_lines(path, "document", _decoded(SearchDocument), bytes_max=FILE_BYTES_MAX)
 
 
 def read_questions(path: Path) -> list[SearchQuestion]:
-    """Return the questions in a file with one JSON object (`question` and `answers`) per line. Raises `Refused`."""
+    """Return the questions in a file with one JSON object (`question` and `answers`) per line. Raises `Refused` if the
+    file cannot be used."""
     return read_json_lines(path, "question", _decoded(SearchQuestion), bytes_max=FILE_BYTES_MAX)
 
 

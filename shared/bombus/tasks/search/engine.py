@@ -67,7 +67,7 @@ class _Lane:
 class SearchEngine:
     """Answers queries through a cache.
 
-    In each event loop, at most `at_once` queries are with the backend at a time.
+    In each event loop, the backend works on at most `at_once` queries at a time.
     """
 
     def __init__(self, backend: SearchBackend, count: int, at_once: int) -> None:

@@ -62,7 +62,8 @@ class SearchTasks:
         self.budgets = RolloutBudgets(turns_max=options.max_turns, tokens_max=4096)
 
     def draw(self, draw: TaskDraw) -> list[Task]:
-        """Return at most as many questions as there are. One in four is for evaluation, and never used for training."""
+        """Return as many questions as requested, or all of the split's questions if there are fewer. One in four
+        questions is for evaluation, and never used for training."""
         is_eval = draw.split == TaskSplit.EVAL
         numbers = [at for at in range(len(self._questions)) if (at % EVAL_SHARE == EVAL_SHARE - 1) == is_eval]
         if not numbers:

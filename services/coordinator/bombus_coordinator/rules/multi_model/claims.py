@@ -55,7 +55,7 @@ def _of(engine: EngineState, refused: Refused) -> Refused:
 
 
 def claim(hive: Hive, live: Live, message: MultiModelClaim) -> Decisions:
-    """Grant a claim on all of its engines now, queue it for up to `wait_s`, or refuse it."""
+    """Grant a claim on all of its engines immediately, queue it for up to `wait_s`, or refuse it."""
     engines = _engines(hive, message)
     granted = _repeated(engines, live, message)
     if granted is not None:
@@ -72,7 +72,8 @@ def claim(hive: Hive, live: Live, message: MultiModelClaim) -> Decisions:
 
 
 def _repeated(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) -> MultiModelGranted | None:
-    """Return the earlier grant of this claim id. Raises `Refused` if it belongs to another client or has ended."""
+    """Return the earlier grant of this claim id, if any. Raises `Refused` if the id belongs to another client, or if
+    the grant's episodes have ended."""
     found = [engine for engine in engines if claim.claim in engine.claims]
     if not found:
         if claim.claim in live.granted:
@@ -118,7 +119,7 @@ def _wait(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) ->
 
 
 def _check_room(live: Live, claim: MultiModelClaim) -> None:
-    """Raise `Refused` OVERLOADED if too many multi-model claims are waiting, counting all sets of engines together."""
+    """Raise `Refused` OVERLOADED if too many multi-model claims are waiting, over all sets of engines together."""
     waiting = sum(map(len, live.multi_model.values()))
     if waiting < MULTI_MODEL_WAITING_MAX:
         return
@@ -144,7 +145,8 @@ def lapse(hive: Hive, live: Live) -> Decisions:
 
 
 def _why_none(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) -> Refused:
-    """Return why a multi-model claim is not granted: the reason that is likely to last the longest."""
+    """Return why a multi-model claim is not granted. If there are several reasons, return the one that is likely to
+    last the longest."""
     if live.refusing:
         return claims.no_room(live)
     for engine in sorted(engines, key=lambda each: each.phase != Phase.OFFLINE):

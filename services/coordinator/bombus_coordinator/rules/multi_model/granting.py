@@ -32,9 +32,10 @@ class DueClaim(NamedTuple):
 
 
 def next_multi_model(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None:
-    """Return the multi-model claim that an engine reserves room for, or None.
+    """Return the multi-model claim that an engine reserves room for, or None if there is none.
 
-    It is the first multi-model claim of each of its engines, and no single claim precedes it on any of them.
+    The claim must be the first multi-model claim of each of its engines, and no single claim may precede it on any of
+    them.
     """
     if not live.multi_model:
         return None
@@ -45,8 +46,8 @@ def next_multi_model(hive: Hive, live: Live, engine: EngineState) -> DueClaim | 
 
 
 def _first_ready(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None:
-    """Return the first of an engine's multi-model claims for which no engine has to wait for training before it hands
-    out episodes."""
+    """Return the first of an engine's multi-model claims that does not have to wait for training on any of the claim's
+    engines."""
     found: DueClaim | None = None
     for names, queue in live.multi_model.items():
         if engine.name not in names:
@@ -104,7 +105,8 @@ def next_episodes(engine: EngineState, count: int) -> tuple[str, ...]:
 
 
 def granted_multi_model(due: DueClaim, live: Live) -> Decision:
-    """Remove a multi-model claim from its queue, and grant it with one event for each engine, stored all or nothing."""
+    """Remove a multi-model claim from its queue, and grant it with one event for each engine; the events are stored all
+    or nothing."""
     waiting, claim = due.waiting, due.waiting.claim
     names = tuple(engine.name for engine in due.engines)
     live.multi_model[names].remove(waiting)

@@ -59,7 +59,7 @@ def _partners_aborted(hive: Hive, event: ev.EpisodeAborted, gone: set[str]) -> I
 
 
 def end(hive: Hive, live: Live, message: MultiModelEnd) -> Decisions:
-    """End multi-model episodes, all or none. Skip those that this very report has already ended."""
+    """End multi-model episodes, either all or none of them. Skip those that this same report has already ended."""
     listed = [result.episode for results in message.results for result in results.values()]
     if not 1 <= len(listed) <= EPISODES_PER_COMMAND_MAX:
         raise Refused(
@@ -84,7 +84,8 @@ def end(hive: Hive, live: Live, message: MultiModelEnd) -> Decisions:
 
 
 def _outcomes(hive: Hive, client: str, results: Mapping[str, EpisodeResult]) -> list[tuple[str, Episode, Outcome]]:
-    """Return the engine, episode and outcome of each part of a multi-model episode, or nothing for a repeated report.
+    """Return the engine, episode and outcome for each part of a multi-model episode, or an empty list for a repeated
+    report.
 
     An engine that was restarted has forgotten its part, but the other engines still know the report. Raises `Refused`
     if the report cannot end the episodes.
@@ -106,6 +107,7 @@ def _outcomes(hive: Hive, client: str, results: Mapping[str, EpisodeResult]) -> 
 
 
 def _is_consequence(hive: Hive, engine: str, result: EpisodeResult) -> bool:
-    """Return whether an episode was aborted only because a partner was. The partner's abort gives the reason."""
+    """Return whether an episode was aborted only because one of its partners was. The partner's abort gives the
+    reason."""
     closed = hive.engine(engine).closed.get(result.episode)
     return closed is not None and closed.aborted == AbortReason.MULTI_MODEL

@@ -1,1 +1,1 @@
-"""The rules for training clients: their sessions, operations, runs and endpoints, and how these end."""
+"""The rules for training clients: for their sessions, operations, runs and endpoints, and for how these end."""

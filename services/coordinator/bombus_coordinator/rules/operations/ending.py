@@ -26,8 +26,8 @@ def open_models(engine: EngineState, session: TrainingSession) -> list[ClientMod
 
 
 def to_end(engine: EngineState, session: TrainingSession) -> list[ClientModel]:
-    """Return a session's models that no waiting operation will end. Suspended models are left out: they cannot be saved
-    yet."""
+    """Return a session's models that no waiting operation will end. Suspended models are left out, because they cannot
+    be saved yet."""
     return [
         model
         for model in open_models(engine, session)
@@ -37,7 +37,7 @@ def to_end(engine: EngineState, session: TrainingSession) -> list[ClientModel]:
 
 
 def end_of(engine: EngineState, live: Live, model: ClientModel, save: bool) -> ev.OperationAccepted:
-    """Return the operation that ends a model once its waiting operations are done."""
+    """Return the operation that ends a model. It is executed once the model's waiting operations are done."""
     number = model.numbers + 1
     return ev.OperationAccepted(
         at_ns=live.now_ns,
@@ -54,8 +54,8 @@ def end_of(engine: EngineState, live: Live, model: ClientModel, save: bool) -> e
 def ended(
     engine: EngineState, live: Live, session: TrainingSession, reason: SessionEnd, **how: Unpack[_How]
 ) -> tuple[Event, ...]:
-    """Return the event that ends a session, and the operations that end its models once their waiting operations are
-    done."""
+    """Return the event that ends a session, and the operations that end its models. Each of these is executed once the
+    model's waiting operations are done."""
     live.session_seen.pop((engine.name, session.session), None)
     event = ev.SessionEnded(at_ns=live.now_ns, engine=engine.name, session=session.session, reason=reason, **how)
     return (event, *(end_of(engine, live, model, event.save) for model in to_end(engine, session)))
@@ -79,8 +79,8 @@ def seen_ns(engine: EngineState, live: Live, session: TrainingSession) -> int:
 
 
 def room_for_session(engine: EngineState, live: Live, holder: str) -> tuple[Event, ...]:
-    """Return the events that end silent sessions, if another session needs their room. Raises `Refused` QUOTA if no
-    room can be made."""
+    """Return the events that end silent sessions, as far as another session needs their room. Raises `Refused` QUOTA if
+    this makes too little room."""
     limit = engine.collection.operations.sessions_max
     there = [each for each in engine.clients.sessions.values() if each.ended is None]
     events: tuple[Event, ...] = ()
@@ -99,8 +99,8 @@ def room_for_session(engine: EngineState, live: Live, holder: str) -> tuple[Even
 
 
 def room_for_model(engine: EngineState, live: Live, session: TrainingSession, limit: int) -> tuple[Event, ...]:
-    """Return the events that end silent sessions with models, if another model needs their room. Raises `Refused` QUOTA
-    if no room can be made."""
+    """Return the events that end silent sessions with models, as far as another model needs their room. Raises
+    `Refused` QUOTA if this makes too little room."""
     there = _taking_room(engine, limit)
     events: tuple[Event, ...] = ()
     silent_ones = [each for each in _silent(engine, live) if any(model.session == each.session for model in there)]
@@ -123,7 +123,7 @@ def room_for_model(engine: EngineState, live: Live, session: TrainingSession, li
 def _taking_room(engine: EngineState, limit: int) -> list[ClientModel]:
     """Return the models that take up room: all except models of ended sessions and models that cannot be rebuilt.
 
-    If there are `limit` or more of these exceptions, all models count until some of them have ended.
+    If `limit` or more models are excepted, all models count until some of the excepted ones have ended.
     """
     sessions, models = engine.clients.sessions, engine.clients.open_models
     over = {name for name, each in sessions.items() if each.ended is not None}

@@ -1,5 +1,5 @@
-"""Register external inference servers that receive training clients' weights. Gateways check that the hosts are
-allowed."""
+"""Register external inference servers that receive training clients' weights. Gateways check that the servers' hosts
+are allowed."""
 
 import re
 from collections import Counter

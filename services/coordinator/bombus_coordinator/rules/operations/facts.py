@@ -1,4 +1,5 @@
-"""Handle the facts that trainers report about operations and models. Only an operation's first result counts (R17)."""
+"""Handle the facts that trainers report about operations and models. Only the first result of an operation counts
+(R17)."""
 
 from typing import TypeAlias
 
@@ -38,7 +39,8 @@ def _is_current(engine: EngineState, message: Fact) -> bool:
 
 
 def _open_model(engine: EngineState, message: ModelAway | RebuildsModel | CheckpointWritten) -> ClientModel | None:
-    """Return the model that a fact of the current trainer is about, or None if it is closed or another trainer's."""
+    """Return the model that a trainer's fact is about, or None if the model is closed or the trainer is not the current
+    one."""
     model = engine.clients.models.get(message.model)
     return model if model is not None and model.closed is None and _is_current(engine, message) else None
 
@@ -62,7 +64,7 @@ def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisio
 
 
 def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
-    """Accept the first result of an operation from the current trainer. A later result changes nothing.
+    """Accept an operation's first result from the current trainer. A later result changes nothing.
 
     The message can be sent as a command: the answer says that the operation has a result, whether this one or an
     earlier one.
@@ -108,7 +110,7 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
 
 
 def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return the event that records the model saved by an operation, if the operation saved one."""
+    """Return the event that records the model saved by an operation, or no event if the operation saved none."""
     saved = message.saved
     if saved is None or message.failed:
         return []
@@ -129,8 +131,8 @@ def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, m
 
 
 def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return the event that closes a model, if the operation ended the model, could not create it, or repeatedly failed
-    to save it."""
+    """Return the event that closes a model, or no event unless the operation ended the model, could not create it, or
+    repeatedly failed to save it."""
     if queued.number == model.begun and message.failed:
         reason, why = ModelEnd.NOT_CREATED, "it could not be created; the result of its first operation says why"
     elif message.closes and not message.failed:
@@ -146,7 +148,8 @@ def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued,
 def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
     """Note that the current trainer cannot rebuild a model, or that it can rebuild the model again.
 
-    The same reason is noted again if the trainer has just tried to rebuild the model, or if trainers died trying.
+    A reason that is already on the log is noted again if the trainer has just tried to rebuild the model, or if
+    trainers died trying.
     """
     model = _open_model(engine, message)
     why = message.why[:WHY_CHARS_MAX]
@@ -160,7 +163,7 @@ def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
 
 
 def rebuilds(engine: EngineState, live: Live, message: RebuildsModel) -> Decisions:
-    """Note which operation the current trainer re-executes to rebuild a model, or that the trainer has survived the
+    """Note which operation the current trainer is re-executing to rebuild a model, or that the trainer has survived the
     rebuild."""
     model = _open_model(engine, message)
     if model is None:

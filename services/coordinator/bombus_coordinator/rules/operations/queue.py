@@ -36,7 +36,8 @@ _OP = re.compile(r"[a-z][a-z_]{0,31}\Z")
 
 
 def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
-    """Accept an operation. An operation that was accepted before keeps its id, whether it still waits or was executed.
+    """Accept an operation. One that was accepted earlier keeps its id, whether it is still waiting or has been
+    executed.
 
     An operation that creates a model starts a run if the engine is offline.
     """
@@ -102,7 +103,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
 
 
 def _check_owner(engine: EngineState, message: Operate, model: ClientModel) -> None:
-    """Raise `Refused` if the model belongs to another key whose client chose the same name."""
+    """Raise `Refused` if the model belongs to another key, whose client chose the same name."""
     session = engine.clients.sessions.get(message.session)
     if session is not None and session.owner != owner_of(engine.clients, model):
         code = Code.MODEL_EXISTS if message.op == CREATE else Code.UNKNOWN_MODEL
@@ -110,7 +111,7 @@ def _check_owner(engine: EngineState, message: Operate, model: ClientModel) -> N
 
 
 def _again(model: ClientModel, live: Live, message: Operate, before: Queued) -> Accepted:
-    """Return the answer to an operation that was accepted before. Raises `Refused` if a different operation had this
+    """Return the answer to an operation that was accepted earlier. Raises `Refused` if a different operation had this
     key."""
     if before.body is None or before.body.digest != message.body.digest:
         raise Refused(
@@ -212,7 +213,8 @@ def run_started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
 
 
 def _open_model(engine: EngineState, message: Operate, model: ClientModel | None) -> ClientModel:
-    """Return an operation's model. Raises `Refused` if it does not exist, has ended, or belongs to another session."""
+    """Return an operation's model. Raises `Refused` if the model does not exist, has ended, or belongs to another
+    session."""
     if model is None or (message.run and message.run != model.run):
         raise Refused(Code.UNKNOWN_MODEL, f"There is no model {message.model}: create it first.")
     if model.closed is not None:
@@ -250,7 +252,8 @@ def _check_room(engine: EngineState, message: Operate, model: ClientModel) -> No
 
 
 def _is_full(engine: EngineState, holder: str) -> bool:
-    """Return whether a key's holder has reached the limit on saved models. A published model counts for its owner."""
+    """Return whether a key's holder has reached the limit on saved models. Published models count toward their owner's
+    limit."""
     kept, limit = engine.clients.kept, engine.collection.operations.checkpoints_max
     return len(kept) >= limit and not has_share(Counter(each.noted.owner for each in kept.values()), holder, limit)
 
@@ -266,8 +269,8 @@ def _held_bytes(engine: EngineState) -> Counter[str]:
 def _least_needed(engine: EngineState, live: Live, model: ClientModel) -> KeptWeights | None:
     """Return the saved model to remove so that this model can be saved: the oldest that its client did not name.
 
-    Saves of ended models of the same key go before this model's own. Saved models that are in use, published or kept
-    forever are not removed.
+    What ended models of the same key have saved is removed before what this model has saved. Saved models that are in
+    use, published or kept forever are not removed.
     """
     clients, used = engine.clients, in_use(engine, live)
     holder, open_now = clients.holder_of(model), {each.name for each in clients.open_models}
@@ -288,16 +291,16 @@ def _least_needed(engine: EngineState, live: Live, model: ClientModel) -> KeptWe
 def in_use(engine: EngineState, live: Live) -> set[str]:
     """Return the saved models that open episodes sample from, or that waiting operations will load.
 
-    Operations that wait for a suspended model protect its saves only for `HELD_S`, counting time in which the model
-    could have been rebuilt.
+    The protection by operations of a suspended model ends after `HELD_S`, counting only time in which the model could
+    have been rebuilt.
     """
     sampled = {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
     return sampled | engine.clients.read_by_waiting(engine.clients.trying.shows(live.now_ns) - ns(HELD_S))
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate, model: ClientModel) -> tuple[Event, ...]:
-    """Return the event that makes room for a save at the limit, so that a loop can continue. Raises `Refused` if no
-    room can be made."""
+    """Return the event that makes room for a save if the limit is reached, so that a client's loop can continue. Raises
+    `Refused` if no room can be made."""
     holder = engine.clients.holder_of(model)
     if message.op != SAVE or not _is_full(engine, holder):
         return ()

@@ -1,4 +1,4 @@
-"""The life of an operations run, and the rules for which messages in the stream `ops` are no longer needed."""
+"""How an operations run begins, rests and ends, and which messages in the stream `ops` are no longer needed."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -26,7 +26,7 @@ def trainer_serves(engine: EngineState, live: Live, message: TrainerServes) -> D
 
 
 def begin_sampling(engine: EngineState, live: Live, message: BeginSampling) -> Decisions:
-    """Let a session sample. Starts a run if the engine is offline. A repeat changes nothing."""
+    """Let a session sample, starting a run if the engine is offline. A repeat changes nothing."""
     session = engine.clients.sessions.get(message.session)
     if session is None or session.ended is not None:
         raise Refused(Code.SESSION_OVER, f"Session {message.session[:NAME_CHARS]} has ended; open a new one.")
@@ -70,7 +70,8 @@ def trainer_rests(engine: EngineState, live: Live, message: TrainerRests) -> Dec
 
 
 def end_idle_run(engine: EngineState, live: Live) -> Decisions:
-    """End a run that has had no model for a while. A session or an open episode that still samples keeps it alive."""
+    """End a run that has had no model for a while. A session or an open episode that is still sampling keeps the run
+    alive."""
     clients = engine.clients
     if not engine.serves_operations or engine.suspended or clients.open_models or engine.open:
         return
@@ -87,14 +88,14 @@ def end_idle_run(engine: EngineState, live: Live) -> Decisions:
 
 
 def floor_of(model: ClientModel, below: int) -> int:
-    """Return the sequence in `ops` before which a model needs nothing, but at most `below`."""
+    """Return the sequence in `ops` before which a model needs nothing, or `below` if that is smaller."""
     return min([below, *(body.first for body in model.needed())])
 
 
 def release(hive: Hive, live: Live, message: OperationsStored) -> Decisions:
-    """Release messages before `below` that no model needs. Senders may still name messages from `below` on.
+    """Release the messages before `below` that no model needs. Senders may still name messages from `below` on.
 
-    Once this is on the log, operations with older bodies are refused, so a purged message is never needed later.
+    Once the release is on the log, operations with older bodies are refused, so a purged message is never needed later.
     """
     if message.shrunk:
         lowered = tuple(

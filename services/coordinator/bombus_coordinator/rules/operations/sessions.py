@@ -61,7 +61,8 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
 
 
 def _forgotten_early(engine: EngineState, live: Live) -> tuple[Event, ...]:
-    """Forget the oldest ended session of the key that has the most ended sessions."""
+    """Return the event that forgets the oldest ended session of the key with the most ended sessions, if there are
+    any."""
     over = [each for each in engine.clients.sessions.values() if _is_over(engine, each)]
     if not over:
         return ()
@@ -84,7 +85,7 @@ def _check_form(message: OpenSession, idle_s: float) -> None:
 
 
 def close_session(engine: EngineState, live: Live, message: CloseSession) -> Decisions:
-    """End a session and its models. If it has already ended, the first reason is kept."""
+    """End a session and its models. If the session has already ended, the first reason is kept."""
     session = engine.clients.sessions.get(message.session)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session[:SHOWN_CHARS]}.")
@@ -97,7 +98,7 @@ def close_session(engine: EngineState, live: Live, message: CloseSession) -> Dec
 
 
 def expire(engine: EngineState, live: Live) -> Decisions:
-    """End idle sessions and their models, and forget ended sessions whose results were kept long enough.
+    """End idle sessions and their models, and forget ended sessions whose results have been kept long enough.
 
     While the run is suspended, nothing is done.
     """
@@ -119,9 +120,9 @@ def expire(engine: EngineState, live: Live) -> Decisions:
 
 
 def _let_go(engine: EngineState, live: Live) -> Decisions:
-    """End models that cannot be rebuilt, and so cannot be saved, long after their sessions have ended.
+    """End models that cannot be rebuilt, and therefore cannot be saved, once their sessions ended long ago.
 
-    Only time in which a trainer could have rebuilt them counts.
+    Only time in which a trainer could have rebuilt the models counts.
     """
     clients = engine.clients
     began_ns = max(engine.trainer_since_ns, engine.resumed_ns)
@@ -141,7 +142,8 @@ def _let_go(engine: EngineState, live: Live) -> Decisions:
 
 
 def _has_no_model(engine: EngineState, live: Live, session: TrainingSession) -> bool:
-    """Return whether a session opened for one model has none, because the model has ended or was never created."""
+    """Return whether a session that was opened for one model has none, because the model has ended or was never
+    created."""
     if not session.for_model or open_models(engine, session):
         return False
     models = (model for model in engine.clients.models.values() if model.session == session.session)
@@ -187,10 +189,11 @@ def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> D
 
 
 def _check_unread(engine: EngineState, name: str, kept: KeptWeights) -> None:
-    """Raise `Refused` if an operation is about to load a saved model. Operations of other clients are not named.
+    """Raise `Refused` if an operation is about to load a saved model. The refusal does not name operations of other
+    clients.
 
-    An operation of a model that cannot be rebuilt does not count, as it may wait for a long time: it will fail when it
-    is executed.
+    Operations of a model that cannot be rebuilt do not count, as they may wait for a long time: they will fail when
+    they are executed.
     """
     found = next((each for each in engine.clients.readers(name) if not each[0].suspended), None)
     if found is None:
@@ -211,7 +214,7 @@ def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> D
 
 
 def publish_weights(engine: EngineState, live: Live, message: PublishWeights) -> Decisions:
-    """Make a saved model public, or private again. Its time to live keeps running."""
+    """Make a saved model public, or private again. The model's time to live keeps running."""
     kept = _kept(engine, message)
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if kept.noted.public == message.public:

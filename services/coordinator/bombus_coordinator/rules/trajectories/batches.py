@@ -70,8 +70,8 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
 
 
 def group_episodes(hive: Hive, live: Live, message: EpisodesGrouped) -> Decisions:
-    """Queue a group made from ended episodes, and remove the episodes from the pool. Drop episodes that cannot form a
-    group.
+    """Queue a group made from ended episodes, and remove the episodes from the pool. Episodes that cannot form a group
+    are dropped.
 
     Do nothing if the episodes have left the pool, or if there is no room yet: the leader will make the group again.
     """
@@ -113,8 +113,8 @@ def _check_bodies(hive: Hive, engine: EngineState, groups: Iterable[QueuedGroup]
 
 
 def _why_no_room(hive: Hive, engine: EngineState, groups: Sequence[QueuedGroup]) -> str:
-    """Return why there is no room for groups in the queue, or for their holder in the stream, or "" if there is
-    room."""
+    """Return why there is no room for groups, either in the queue or for their holder in the stream. Return "" if there
+    is room."""
     sizes: dict[str, int] = {}
     for group in groups:
         sizes[group.holder] = sizes.get(group.holder, 0) + (0 if group.body is None else group.body.size)
@@ -158,7 +158,7 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
 
 
 def _check_after(engine: EngineState, after: int) -> None:
-    """Raise `Refused` unless a trainer that has batch `after` can get the one after it. Only the last batch is kept."""
+    """Raise `Refused` unless a trainer that has batch `after` can get the next one. Only the last batch is kept."""
     state = engine.trajectories
     newest = state.before if state.batch is None else state.batch.number
     if after not in (state.before, newest):
@@ -173,7 +173,7 @@ def _check_after(engine: EngineState, after: int) -> None:
 def seal(engine: EngineState, live: Live) -> Decisions:
     """Seal the next batch for our own trainer, once replicas serve the last step's weights.
 
-    A queue that did not yield a batch is not searched again until it has changed.
+    If the queue did not yield a batch, it is not searched again until it has changed.
     """
     state, trainer = engine.trajectories, engine.trajectories.trainer
     if engine.batch is not None or engine.version < engine.step or trainer is None or engine.active is None:
@@ -198,7 +198,7 @@ def seal(engine: EngineState, live: Live) -> Decisions:
 def give_up_old(engine: EngineState, live: Live) -> Decisions:
     """Give up groups of episodes that have waited in the queue for too many versions.
 
-    With an outside trainer there are no versions after the first, and all groups wait for that trainer.
+    With an outside trainer, there are no versions after the first, and all groups wait for that trainer.
     """
     most = engine.collection.max_carry_staleness
     old = engine.trajectories.queued_before(engine.version - most)
@@ -221,7 +221,7 @@ def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
 
 
 def give_up(engine: EngineState, live: Live, message: GiveUpGroups) -> Decisions:
-    """Drop groups whose bodies were found to be lost, if the log still names the same bodies."""
+    """Drop groups whose bodies were found to be lost, provided that the log still names those bodies."""
     bodies = _bodies(engine, message) if message.run == engine.run else {}
     lost = tuple(sorted({each.group for each in message.groups if bodies.get(each.group) == each.first}))
     events: tuple[Event, ...] = ()
@@ -234,7 +234,8 @@ def give_up(engine: EngineState, live: Live, message: GiveUpGroups) -> Decisions
 
 
 def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
-    """Return, by group number, the first sequence of the body of each group that the message may name."""
+    """Return the numbers of the groups that the message may name, each with the sequence at which the group's body
+    begins."""
     handed = engine.trajectories.batch
     groups: Iterable[tuple[int, QueuedGroup]] = ()
     if not message.number:
@@ -249,7 +250,8 @@ def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
 
 
 def move(hive: Hive, live: Live, message: BodiesStored) -> Decisions:
-    """Note where the bodies of groups are now. Groups of a batch that is still being delivered keep their places."""
+    """Note where groups' bodies are now. The recorded places do not change for groups in a batch that is still being
+    delivered."""
     engine = hive.engine(message.engine)
     movable = dict(engine.trajectories.movable(live.now_ns))
     moved = tuple(
@@ -266,9 +268,9 @@ def move(hive: Hive, live: Live, message: BodiesStored) -> Decisions:
 
 
 def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
-    """Release bodies before `below` that no group needs. Senders may still name bodies from `below` on.
+    """Release the bodies before `below` that no group needs. Senders may still name bodies from `below` on.
 
-    Once this is on the log, groups with older bodies are refused, so a purged body is never needed later.
+    Once the release is on the log, groups with older bodies are refused, so a purged body is never needed later.
     """
     if message.shrunk:
         yield from _lowered(hive, live, message.below)
@@ -290,7 +292,8 @@ def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
 
 
 def _lowered(hive: Hive, live: Live, end: int) -> Decisions:
-    """Lower the released bound to the new end of a stream that has lost its end: later sequences will be reused."""
+    """Lower the released bound to the new end of a stream that has lost its end, since later sequences will be
+    reused."""
     own = tuple(ev.HolderFloor(*each, end) for each, floor in hive.released_of_holders().items() if floor > end)
     below = min(hive.trajectories_released, end)
     if below < hive.trajectories_released or own:

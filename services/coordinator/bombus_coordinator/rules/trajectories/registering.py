@@ -23,7 +23,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     """Begin a run for a trainer. An earlier rollout-group run ends, and its groups are dropped.
 
     If the engine's job makes batches of rollout groups, the run boots like an episode run. Its trainer is then our own,
-    with the registered settings, unless the job makes only groups of episodes. Without such a job the trainer is an
+    with the registered settings, unless the job makes only groups of episodes. Without such a job, the trainer is an
     outside one, and the run starts rolling immediately.
     """
     check_queue(engine, "register a trainer")
@@ -76,7 +76,8 @@ def check_queue(engine: EngineState, action: str) -> None:
 
 
 def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) -> ev.EngineStarted:
-    """Return the start of a run with a job. Raises `Refused` for settings that our own trainer does not support."""
+    """Return the event that starts a run with a job. Raises `Refused` for settings that our own trainer does not
+    support."""
     assert engine.configured is not None
     begins, anew = beginning(engine)
     is_ours = engine.configured.collection.rollout_groups
@@ -94,9 +95,9 @@ def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) 
 
 
 def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions:
-    """Admit an environment. Until the trainer has asked for a batch, the environment has to ask again.
+    """Admit an environment. Until the trainer has asked for a batch, tell the environment to ask again.
 
-    Our own trainer never asks for batches. With our own trainer, the environment waits until replicas serve the model.
+    Our own trainer never asks for batches; with it, the environment waits until replicas serve the model.
     """
     state = engine.trajectories
     begun = engine.phase != Phase.BOOTING and (engine.makes_steps or state.begun)
@@ -154,7 +155,7 @@ def _left(engine: EngineState, live: Live, environment: int, reason: Environment
 
 
 def again(engine: EngineState, live: Live, environment: int) -> tuple[Event, ...]:
-    """Return the event that reconnects an environment that fell silent, or no event for any other environment."""
+    """Return the event that reconnects an environment if it had fallen silent, or else no event."""
     known = engine.trajectories.queue.environments.get(environment)
     if known is None or known.connected or environment not in engine.trajectories.silent_ns:
         return ()

@@ -1,7 +1,7 @@
 """The routes with which xorl's clients register inference servers, sync weights to them, and put the trainer to sleep.
 
-These routes answer directly, without a future. A failure is answered with `success: false` and a sentence, not an HTTP
-error.
+These routes answer directly, without a future. A failure is answered with `success: false` and an explanation, not with
+an HTTP error.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class EndpointRoutes:
         }
 
     async def _synced(self, at: Endpoint, holder: str) -> tuple[bool, str]:
-        """Give a new endpoint the current weights. The endpoint stays registered even if this fails."""
+        """Give a new endpoint the current weights. The endpoint stays registered even if the sync fails."""
         try:
             report = await self._sync.sync(SyncRequest(), holder, only=at)
         except Refused as refusal:
@@ -168,7 +168,8 @@ class EndpointRoutes:
 
 
 def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[[], bool]:
-    """Return a predicate that is true once the trainer has reached the wanted state, asleep or awake, or never will."""
+    """Return a predicate that is true once the trainer has reached the wanted state (asleep or awake), or can no longer
+    reach it."""
 
     def over() -> bool:
         engine = state()
@@ -178,7 +179,7 @@ def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[
 
 
 async def _answered(answering: Awaitable[object]) -> Response:
-    """Answer with JSON. A refusal is also answered with status 200, since clients look at `success`."""
+    """Answer with JSON. A refusal is also answered with status 200, since clients check `success`."""
     try:
         return JsonResponse(await answering)
     except Refused as refusal:

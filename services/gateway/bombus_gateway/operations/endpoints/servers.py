@@ -36,8 +36,8 @@ LOAD_S = 1200.0  # time for a server to load weights; xorl's client waits half a
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server to give weights to. `failure` says why the server cannot be given weights. `key` is its access key if it
-    is our own replica."""
+    """A server to give weights to. `failure` says why the server cannot be given weights. If the server is one of our
+    own replicas, `key` is its access key."""
 
     at: Endpoint
     url: str
@@ -90,8 +90,8 @@ def _leads_to(url: str, at: Endpoint) -> bool:
 
 
 async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
-    """Return the server at an address as a target, which has a `failure` if, for example, the operator does not allow
-    its host."""
+    """Return the server at an address as a target. The target has a `failure` if, for example, the operator does not
+    allow the server's host."""
     import httpx  # imported late: httpx takes 5 MB, and few gateways need it
 
     url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"

@@ -1,6 +1,7 @@
-"""Sync the weights of a model: save them as one of the model's operations, then have servers load them.
+"""Sync a model's weights: save them by operations on the model, then have servers load them.
 
-The trainer itself connects to no server, so an interrupted sync leaves a checkpoint but never a half-changed model.
+The trainer itself connects to no server, so an interrupted sync may leave a checkpoint behind, but never a half-changed
+model.
 """
 
 import asyncio
@@ -52,8 +53,8 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 class WeightSync:
     """Runs one engine's syncs at this gateway.
 
-    Syncs of one model run one after another, and so do loads at one endpoint. An endpoint that does not answer delays
-    only the syncs that include it.
+    Syncs of the same model run one after another, and so do loads at the same endpoint. An endpoint that does not
+    answer delays only the syncs that include it.
     """
 
     def __init__(self, gateway: Gateway, operations: OperationLog) -> None:
@@ -99,8 +100,8 @@ class WeightSync:
     # ---- what, and where ------------------------------------------------------------------------------------------
 
     def _model(self, name: str, holder: str) -> ClientModel:
-        """Return the model to sync. If the client names no model, as is usual for xorl's, return `default` or else the
-        only model."""
+        """Return the model to sync. If the client names no model, as xorl's clients usually do not, return the model
+        `default` or, if there is none, the only model."""
         if self._operations.state.rest_wanted:
             raise Refused(Code.WRONG_PHASE, "The trainer is asleep, so it has no weights: POST /wake_up first.")
         open_models = seen_by(self._operations.clients, holder).open_models
@@ -133,7 +134,7 @@ class WeightSync:
         return own
 
     def _wanted(self, model: ClientModel, targets: Sequence[Target]) -> set[CheckpointKind]:
-        """Return the kinds of checkpoint to save: an adapter for replicas, a whole model for other servers."""
+        """Return the kinds of checkpoint to save: an adapter for our own replicas, a whole model for other servers."""
         usable = [target for target in targets if not target.failure]
         if not usable:
             failures = "; ".join(target.failure for target in targets)
@@ -149,7 +150,7 @@ class WeightSync:
     async def _saved(
         self, model: ClientModel, name: str, kinds: set[CheckpointKind]
     ) -> dict[CheckpointKind, CheckpointSaved]:
-        """Save the weights as operations of the model.
+        """Save the weights by operations on the model.
 
         Both kinds contain the weights of the same step, unless another operation comes between the two saves.
         """
@@ -199,7 +200,7 @@ class WeightSync:
             return await given(target, found, label)
 
     async def _remove_older(self, model: ClientModel, own: str, given: dict[CheckpointKind, CheckpointSaved]) -> None:
-        """Remove checkpoints of the model's earlier syncs that no server is still reading.
+        """Remove those checkpoints from the model's earlier syncs that no server is reading anymore.
 
         `own` is the name under which this sync saved its checkpoints, and `given` contains the checkpoints that servers
         got last. The newest checkpoints are kept, whichever gateway saved them.

@@ -28,7 +28,7 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
 
 
 class DownloadLink(msgspec.Struct, frozen=True, array_like=True):
-    """What a link permits: reading a checkpoint until the link expires, as long as the checkpoint's weights have this
+    """What a link permits: reading a checkpoint, until the link expires, as long as the checkpoint's weights have this
     `address`."""
 
     engine: str
@@ -100,7 +100,7 @@ def files_of(kept: KeptWeights) -> dict[str, Path]:
 
 
 class Archive:
-    """A tar of a checkpoint's files. All files are opened at the start, so they stay readable if removed or
+    """A tar file of a checkpoint's files. All files are opened at the start, so they stay readable even if removed or
     replaced."""
 
     def __init__(self, files: dict[str, Path], folder: str) -> None:
@@ -120,7 +120,8 @@ class Archive:
         return sum(len(head) + _filled(size) for head, _, size in self._parts) + 2 * tarfile.BLOCKSIZE
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of the tar. Raises `OSError`, in which case the receiver gets fewer than `size` bytes."""
+        """Yield the bytes of the tar. Raises `OSError` if a file cannot be read; the receiver then gets fewer than
+        `size` bytes."""
         for head, file, size in self._parts:
             yield head
             left = size

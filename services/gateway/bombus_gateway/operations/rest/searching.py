@@ -30,10 +30,11 @@ class _Cursor(msgspec.Struct, frozen=True):
 
 
 class SessionSearch(msgspec.Struct, frozen=True):
-    """The conditions of a search. A session must meet all of them, except that one of `session_id` and `display_name`
-    is enough.
+    """The conditions of a search. A session must meet all of them, except that of `session_id` and `display_name` it
+    needs to match only one.
 
-    The words of `display_name` must all occur in the session's own display name, in any order and case.
+    The words of `display_name` must all occur in the session's own display name, in any order and in upper or lower
+    case.
     """
 
     session_id: str | None = None
@@ -105,7 +106,7 @@ def _has_status(session: TrainingSession, wanted: _Status) -> bool:
 
 
 def _status(session: TrainingSession) -> dict[str, Any] | None:
-    """Return the status of a session, or None if it ended without its client finishing it."""
+    """Return the status of a session, or None if the session ended without its client having finished it."""
     ended = session.ended
     if ended is None:
         return {"type": "active"}

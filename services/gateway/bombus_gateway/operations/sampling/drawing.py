@@ -50,7 +50,7 @@ FAILURES_MAX = 6  # maximum number of replica failures for one request
 
 
 class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples for one prompt with their texts, and the scores of the prompt if requested."""
+    """Samples for one prompt with their texts, and the prompt's scores if requested."""
 
     samples: tuple[SampledTokens, ...]
     texts: tuple[str, ...]
@@ -83,8 +83,8 @@ class SampleDrawing:
     async def tokens_of(self, text: str) -> bytes:
         """Return a text as tokens (int32).
 
-        Raises the same errors as `text_model`, and `Refused` PROMPT_TOO_LONG, without encoding the text, if it has too
-        many characters.
+        Raises the same errors as `text_model`. A text with too many characters is not encoded: it raises `Refused`
+        PROMPT_TOO_LONG.
         """
         model = await self.text_model()
         limit = CHARACTERS_FOR_A_TOKEN * self._context(model)
@@ -102,14 +102,14 @@ class SampleDrawing:
         return min(self._calls.models.job(self.engine).rollout.max_model_len, model.context_tokens)
 
     def _room(self, model: TextModel, length: int) -> int:
-        """Return the most tokens that an answer to a prompt of `length` tokens can have."""
+        """Return the maximum number of tokens in an answer to a prompt of `length` tokens."""
         return max(self._context(model) - length, 1)
 
     async def draw(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
         """Draw samples, and record them if the gateway records samples. They count toward the share of `holder`.
 
-        Wait for a replica, and for room in the log, while the run continues, up to the time limit of a call. Raises
-        `Refused`, with TIMEOUT after that limit, and `BusUnavailable` if the samples could not be recorded.
+        While the run continues, wait for a replica and for room in the log, up to the time limit of a call. Raises
+        `Refused` (TIMEOUT after that limit), and `BusUnavailable` if the samples could not be recorded.
         """
         limit_s = self._calls.settings.call_timeout_s
         try:
@@ -119,7 +119,8 @@ class SampleDrawing:
             raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
 
     async def _attempted(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
-        """Draw samples. Retry if the log has no room, or if a replica is missing, busy, fails or lacks the adapter."""
+        """Draw samples. Retry if the log has no room, if there is no replica, or if the replica is busy, fails or lacks
+        the adapter."""
         attempt = loads = failures = 0
         lacking = ""  # the replica that lacks the adapter
         while True:
@@ -257,7 +258,7 @@ class SampleDrawing:
         )
 
     def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:
-        """Return the sampling parameters. Without `max_tokens` a sample may fill the rest of the model's context.
+        """Return the sampling parameters. Without `max_tokens`, a sample may fill the rest of the model's context.
 
         Raises `Refused` if the prompt is too long, or if there are too many numbers to sample or score.
         """
@@ -326,8 +327,8 @@ class _Collected:
         return tuple(choice.recorded() for choice in self._choices)
 
     def _of_prompt(self, length: int, scored: int | None) -> tuple[bytes, Alternatives]:
-        """Return the logprobs of a prompt of `length` tokens, and alternatives to the tokens. Both are empty unless
-        requested."""
+        """Return the logprobs of a prompt of `length` tokens, and the alternatives to those tokens. Both are empty
+        unless requested."""
         if scored is None:
             return b"", ()
         last = self._scores[len(self._scores) - scored :]

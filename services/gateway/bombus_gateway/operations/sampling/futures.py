@@ -1,6 +1,6 @@
 """Samples requested with `asample`. They are drawn in the background and kept only in this gateway's memory.
 
-After a restart they are unknown: the answer is then 410, and the client samples again.
+After a restart these requests are unknown: they are answered with 410, and the client samples again.
 """
 
 import asyncio
@@ -51,12 +51,12 @@ class SampleFutures:
         self._open_bytes: Counter[str] = Counter()
 
     def check(self, session: str, holder: str) -> None:
-        """Raise the same `Refused` errors as `found_sampler`, unless the holder of a key may use this sampler."""
+        """Raise the same `Refused` errors as `found_sampler` if the holder of a key may not use this sampler."""
         found_sampler(self._drawing.engine, session, holder)
 
     def submit(self, submission: SampleSubmission, body_digest: bytes, size: int, holder: KeyHolder) -> str:
-        """Begin to draw, and return the id of the future. A request with an equal body is a repeat, with the same id
-        and answer.
+        """Begin to draw samples, and return the id of the future. A request with an equal body is a repeat, with the
+        same id and answer.
 
         Only keys with the name of `holder` can read the answer. Raises `Refused` OVERLOADED if too many requests are
         open.
@@ -75,7 +75,7 @@ class SampleFutures:
     @contextmanager
     def _open(self, size: int, share: str) -> Iterator[None]:
         """Count the bytes of a request while it is open. Raises `Refused` OVERLOADED if the open requests would be too
-        large."""
+        large together."""
         if not has_share(self._open_bytes, share, OPEN_BYTES_MAX, size):
             held = sum(self._open_bytes.values())
             why = f"The open requests for samples have {held} bytes here, and the limit is {OPEN_BYTES_MAX}"
@@ -131,7 +131,8 @@ class SampleFutures:
         return drawn is not None and may_use(drawn.holder.name, holder)
 
     async def result(self, asked: FutureRequest, hold_s: float) -> FutureAnswer:
-        """Return a sample. If it is not ready after `hold_s`, return an answer that says to ask again, and why."""
+        """Return a sample. If the sample is not ready after `hold_s`, return an answer that tells the client to ask
+        again, and why."""
         drawn = self._drawn.get(asked.id)
         if drawn is None:
             return unknown(asked.id)

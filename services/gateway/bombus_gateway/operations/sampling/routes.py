@@ -103,7 +103,7 @@ class SamplingRoutes:
         return JsonResponse(sample_accepted(submission) | {"request_id": name})
 
     async def generate(self, request: Request) -> Response:
-        """Answer xorl's sampling client directly, or a request in vLLM's form, which names no adapter."""
+        """Answer a request from xorl's sampling client, or one in vLLM's form (which names no adapter), directly."""
         bodies, holder = self._calls.bodies, self._gateway.key_of(request)
         given = await bodies.read(request, bodies.samples, _read_either)
         if isinstance(given, VllmRequest):
@@ -154,7 +154,8 @@ def _written_as_vllm(given: VllmRequest, drawn: DrawnSamples, tokenizer: Tokeniz
 
 
 def _open_session(clients: TrainingClients, sampling_session: str, holder: str) -> str:
-    """Return the client's session that a sampling session's id names. Raises `Refused` unless it is open."""
+    """Return the client's session that is named in a sampling session's id. Raises `Refused` unless that session is
+    open."""
     session = sampling_session.rpartition(OF_SAMPLE)[0]
     known = seen_session(clients, session, holder)
     if known is None or known.ended is not None:

@@ -1,8 +1,9 @@
 """Samplers: which weights a sampling session uses.
 
 A sampler's id identifies its weights, so every gateway knows them, even after a restart. `S:sample:0:base-DIGEST` names
-a base by the beginning of its path's digest, and `S:sample:0:ADDRESS` a checkpoint by the beginning of its address:
-neither can change. `S:sample:0` was begun with an unnamed save, whose name contains the same number.
+a base by the beginning of its path's digest, and `S:sample:0:ADDRESS` names a checkpoint by the beginning of its
+address; neither can change. `S:sample:0` was begun by an unnamed save, and the name of that save contains the same
+number.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,7 +47,8 @@ def begun_sampler(engine: EngineState, asked: SamplingSession, holder: str) -> t
 
 
 def sampled_base(engine: EngineState, asked: SamplingSession, holder: str) -> str:
-    """Return the base that a new sampler needs. Raises `Refused` if its checkpoint is unknown or has no adapter."""
+    """Return the base that a new sampler needs. Raises `Refused` if the sampler's checkpoint is unknown or has no
+    adapter."""
     if asked.checkpoint is None:
         return asked.base
     kept = found_checkpoint(engine.clients, asked.checkpoint, holder)
@@ -57,7 +59,7 @@ def sampled_base(engine: EngineState, asked: SamplingSession, holder: str) -> st
 def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
     """Return the weights of the sampler with this id, if the holder of a key may read them.
 
-    Raises `Refused` UNKNOWN_MODEL, or another code if replicas cannot sample from the weights.
+    Raises `Refused` UNKNOWN_MODEL if there are no such weights, or another code if replicas cannot sample from them.
     """
     session, _, numbered = name.rpartition(OF_SAMPLE)
     number, _, what = numbered.partition(":")
@@ -80,11 +82,11 @@ def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
 
 
 def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
-    """Return the weights that xorl's client calls `name`: the path of a checkpoint, or the name under which it was
-    saved.
+    """Return the weights that xorl's client calls `name`, which is the path of a checkpoint or the name under which it
+    was saved.
 
-    A name means the client's newest checkpoint with that name, preferably one saved for sampling. Without a name, the
-    weights are those of the adapter synced last in this run, or else the base. Raises `Refused` if there is no such
+    A name refers to the client's newest checkpoint with that name, preferably one saved for sampling. Without a name,
+    the weights are those of the adapter synced last in this run, or else the base. Raises `Refused` if there is no such
     checkpoint, or if several models have one with that name.
     """
     clients = seen_by(engine.clients, holder)
@@ -105,8 +107,8 @@ def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
 def _of_one_model(clients: TrainingClients, named: Sequence[KeptWeights]) -> KeptWeights:
     """Return the newest of several checkpoints with the same name.
 
-    Raises `Refused` if they have different weights and belong to several models. But if exactly one of these models is
-    open, return the newest checkpoint of that model.
+    If the checkpoints have different weights and belong to several models, return the newest one of the only model that
+    is open; raise `Refused` unless exactly one of the models is open.
     """
     if len({each.noted.saved.address for each in named}) > 1 and len({each.noted.model for each in named}) > 1:
         names = {model.name for model in clients.open_models}
@@ -133,7 +135,8 @@ def _is_unnamed(kept: KeptWeights, number: str) -> bool:
 
 
 def _newest_inflight(every: Iterable[KeptWeights], one: KeptWeights) -> KeptWeights:
-    """Return a model's inflight save with the highest number. The samplers of all inflight saves use its weights."""
+    """Return a model's inflight save with the highest number. The samplers of all the model's inflight saves use its
+    weights."""
     of_model = (each for each in every if each.noted.model == one.noted.model)
     return max((one, *of_model), key=_inflight_number)
 

@@ -26,7 +26,7 @@ _CODES = {WireDType.FLOAT32: "f", WireDType.INT64: "q", WireDType.INT32: "i"}
 
 
 def read_forward_backward(body: bytes) -> Submission:
-    """Read a request. Raises `Refused` if the body is not such a request, or lacks its model or number."""
+    """Read a request. Raises `Refused` if the body is not such a request, or if its model or number is missing."""
     request = parsed(FORWARD_BACKWARD_REQUEST, body)
     model = checked_id(request.model_id, "model_id")
     if request.seq_id < 1:

@@ -131,7 +131,7 @@ def _ids(raw: msgspec.Raw, budget: NumberBudget, place: str) -> Numbers:
 
 
 def _shifted(tokens: Numbers, inputs: dict[str, Array], place: str) -> tuple[Numbers, dict[str, Array]]:
-    """Return tokens and inputs shifted by one, so that each token is aligned with the next label, which it predicts.
+    """Return tokens and inputs shifted by one, so that each token is aligned with the label that it predicts.
 
     In Hugging Face's form, labels and other inputs of the same length are aligned with the tokens themselves.
     """
@@ -153,7 +153,7 @@ def _tail(values: Array) -> Array:
 
 
 def _without_ignored(inputs: dict[str, Array], loss: str) -> dict[str, Array]:
-    """Return inputs without targets of -100, which become token 0 with a weight or an advantage of 0.
+    """Return inputs in which targets of -100 are replaced by token 0, with a weight or an advantage of 0.
 
     xorl's server ignores tokens with an advantage of 0. If the caller gives a mask, it is set to 0 for these tokens
     too.

@@ -1,7 +1,7 @@
 """Numbers in JSON: lists, lists of lists, and the form `{data, dtype, shape}`.
 
-A number that takes two bytes in a body takes thirty bytes in memory until it is in an array, so numbers are counted
-before decoding.
+A number that takes two bytes in a body takes thirty bytes in memory until it is put into an array, so numbers are
+counted before they are decoded.
 """
 
 from array import array
@@ -19,9 +19,9 @@ _rows = msgspec.json.Decoder(list[list[float]])
 
 
 class JsonTensor(msgspec.Struct, frozen=True):
-    """Numbers with their shape. Their `dtype` is not read, since clients mark tokens as floats.
+    """Numbers with their shape. Their `dtype` is ignored, since clients mark tokens as floats.
 
-    The name of the input determines the type instead (see `as_input`).
+    Instead, the name of the input determines the type (see `as_input`).
     """
 
     data: msgspec.Raw

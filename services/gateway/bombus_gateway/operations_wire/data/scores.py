@@ -22,9 +22,9 @@ _WEIGHTED = (":mean", ":slack")  # clients weight these by the numbers of data
 def write_scores(scores: Scores) -> bytes:
     """Return the answer to a forward_backward, with the arrays of all data concatenated.
 
-    A new record begins when an array's type or its shape beyond the first dimension changes. Only arrays that all data
-    have are sent, because the client counts the data by each of them. `elementwise_loss` is left out: it would double
-    the size of the answer, and this client does not read it.
+    A new record begins whenever an array's type, or its shape beyond the first dimension, changes. Only arrays that all
+    data have are sent, because the client counts the data separately in each array. `elementwise_loss` is left out: it
+    would double the size of the answer, and this client does not read it.
     """
     answer = FORWARD_BACKWARD_OUTPUT(loss_fn_output_type=OUTPUT_TYPE)
     names = sorted(set.intersection(*map(set, scores.outputs)) - {ELEMENTWISE}) if scores.outputs else []
@@ -37,7 +37,7 @@ def write_scores(scores: Scores) -> bytes:
 
 
 def _with_rows(output: Array) -> Array:
-    """Return an array with at least one dimension, since records are ragged in their first dimension."""
+    """Return an array with at least one dimension, since records are ragged in their arrays' first dimension."""
     return output if output.shape else Array(output.dtype, (1,), output.data)
 
 
@@ -63,7 +63,8 @@ def _record(data: list[dict[str, Array]]) -> Message:
 def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:
     """Return the answer to a forward_backward with this loss, with one object for each datum.
 
-    Each object's `loss` is the sum of its `elementwise_loss`, in an array, which is the form that xorl-client reads.
+    Each object's `loss` is the sum of its `elementwise_loss`, given as an array, since that is the form that
+    xorl-client reads.
     """
     return {
         "loss_fn_output_type": loss,
@@ -91,9 +92,9 @@ def _output(output: Mapping[str, Array]) -> dict[str, object]:
 def metrics_of(scores: Scores) -> dict[str, float]:
     """Return the metrics, each named `name:reduction`: Tinker's client crashes on a name without exactly one colon.
 
-    A metric without a reduction is a mean. `loss:sum` is always included, and so is `valid_tokens:sum`, the number of
-    tokens that counted toward the loss. Without data, means and slacks are left out, because the clients divide by the
-    number of data and would crash.
+    A metric without a reduction is treated as a mean. `loss:sum` is always included, and so is `valid_tokens:sum`, the
+    number of tokens that counted toward the loss. If there are no data, means and slacks are left out, because the
+    clients divide by the number of data and would crash.
     """
     named = {_named(name): value for name, value in scores.metrics.items()}
     if not scores.outputs:

@@ -2,9 +2,9 @@
 
 An unlisted target is token 0, and an unlisted weight is 0: the SDK leaves out zeros, so a place may be listed in one of
 the two and not in the other. If the whole request fits the limits on numbers and on the bytes of an operation, each
-tensor becomes an array of its own shape, and `logprobs` are returned in that shape. If it does not fit, as with one
-column for each token of a vocabulary, the listed places of each row are moved to its left, and `logprobs` are returned
-in this narrower shape.
+tensor becomes an array of its own shape, and `logprobs` are returned in that shape. If it does not fit (for example
+because it has one column for each token in a vocabulary), the listed places in each row are moved to the left, and
+`logprobs` are returned in this narrower shape.
 """
 
 from array import array
@@ -74,7 +74,7 @@ def _rises(columns: Sequence[int]) -> bool:
 def written_out(data: Sequence[Tensors], budget: NumberBudget, beside: int = 0) -> list[dict[str, Array]]:
     """Return the inputs of each sequence, with arrays in place of sparse tensors.
 
-    `beside` is the size in bytes of the rest of the operation, since the log limits an operation's size. Raises
+    `beside` is the size in bytes of everything else in the operation, since the log limits an operation's size. Raises
     `Refused` if a sequence's targets and weights differ in shape, or if the arrays exceed the limit on numbers.
     """
     size = beside + sum(_bytes(tensors) for tensors in data)
@@ -83,15 +83,15 @@ def written_out(data: Sequence[Tensors], budget: NumberBudget, beside: int = 0) 
 
 
 def _cells(tensors: Tensors) -> int:
-    """Return how many numbers a sequence's sparse tensors contain as arrays, including weights added for targets
-    without any."""
+    """Return how many numbers a sequence's sparse tensors contain when written as arrays. Targets without weights count
+    twice, since weights are added for them."""
     sparse = [tensor for tensor in tensors.values() if isinstance(tensor, SparseTensor)]
     needs_weights = isinstance(tensors.get(TARGET_TOKENS), SparseTensor) and WEIGHTS not in tensors
     return sum(tensor.cells for tensor in sparse) + (sparse[0].cells if needs_weights else 0)
 
 
 def _bytes(tensors: Tensors) -> int:
-    """Return the size in bytes of a sequence's inputs, with sparse tensors as arrays."""
+    """Return the size in bytes of a sequence's inputs, with sparse tensors written as arrays."""
     sparse = {name: tensor.cells for name, tensor in tensors.items() if isinstance(tensor, SparseTensor)}
     if TARGET_TOKENS in sparse and WEIGHTS not in tensors:
         sparse[WEIGHTS] = sparse[TARGET_TOKENS]
@@ -130,8 +130,8 @@ def _union(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _placed(tensor: SparseTensor, columns: Sequence[Sequence[int]], width: int) -> Numbers:
-    """Return the tensor as rows of `width` numbers: first the numbers in the row's `columns`, in that order, then
-    zeros."""
+    """Return the tensor as rows of `width` numbers. Each row begins with the numbers in the row's `columns`, in that
+    order, and is filled up with zeros."""
     placed = array(tensor.values.typecode, [0]) * (tensor.rows * width)
     for index in range(tensor.rows):
         first = tensor.starts[index]

@@ -1,4 +1,4 @@
-"""Finds the end of a tool call's body as the text arrives, reading each character only once however the text is
+"""Finds the end of a tool call's body as the text arrives, reading each character only once, however the text is
 split."""
 
 import re
@@ -21,7 +21,8 @@ def alternatives(marks: Sequence[str]) -> str:
 
 
 def held_back(text: str, at: int, marks: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text`, after `at`, that may be the beginning of one of `marks`."""
+    """Return the length of the longest suffix of `text`, starting no earlier than `at`, that may be the beginning of
+    one of `marks`."""
     for mark in marks:
         if text.find(mark[:1], at) >= 0:
             break
@@ -37,10 +38,10 @@ def held_back(text: str, at: int, marks: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class BodyForm:
-    """How to find the end of a body: at the marker `close` outside of strings, or at the last bracket if `close` is
-    empty.
+    """How to find the end of a body: at the closing mark `close` outside of strings, or at the closing bracket if
+    `close` is empty.
 
-    `strings` is "json", "python", or "" if quotes have no meaning. A body without `close` begins with `bracket`, or, if
+    `strings` is "json", "python", or "" if quotes have no meaning. A body without `close` begins with `bracket` or, if
     `head` is true, may have other text before the bracket.
     """
 
@@ -51,7 +52,7 @@ class BodyForm:
 
     @cached_property
     def outside(self) -> re.Pattern[str]:
-        """The pattern that finds the closing marker or brackets, and the quotes that begin a string."""
+        """The pattern that finds the closing mark or the brackets, and the quotes that begin a string."""
         quotes = "".join(_INSIDE[self.strings])
         quote = f"[{quotes}]" if quotes else r"(?!)"
         marks = re.escape(self.close) if self.close else rf"[{re.escape(_OPENING + _CLOSING)}]"
@@ -72,7 +73,8 @@ class BodyEnd:
     def take(self, text: str, at: int) -> tuple[int, bool]:
         """Continue reading `text` from `at`. Return the offset reached, and whether the body ends there.
 
-        If the body does not end there, pass the text after that offset again, followed by the next text.
+        If the body does not end there, the next call must be given the text after that offset again, followed by the
+        next text.
         """
         if not self._begun:
             start = self._begin(text, at)
@@ -92,8 +94,8 @@ class BodyEnd:
                 return at, ends
 
     def _begin(self, text: str, at: int) -> int | None:
-        """Return the offset of the first bracket, the end of the text if the bracket may still follow, or None if it
-        cannot."""
+        """Return the offset of the first bracket. If the bracket may still follow, return the end of the text; if it
+        cannot, return None."""
         if self._form.head:
             found = text.find(self._form.bracket, at)
             self._begun = found >= 0
@@ -104,7 +106,7 @@ class BodyEnd:
         return at if self._begun or at == len(text) else None
 
     def _look_for_mark(self, text: str, at: int) -> tuple[int, bool]:
-        """Read up to the end of the closing marker, or into a string. Returns the same as `take`."""
+        """Read up to the end of the closing mark, or into a string. The result is like that of `take`."""
         close = self._form.close
         if not self._strings:
             place = text.find(close, at)
@@ -118,7 +120,7 @@ class BodyEnd:
         return found.end(), False
 
     def _look_for_bracket(self, text: str, at: int) -> tuple[int, bool]:
-        """Read up to the bracket that closes the first one, or into a string. Returns the same as `take`."""
+        """Read up to the bracket that closes the first one, or into a string. The result is like that of `take`."""
         if self._form.strings and not self._strings:
             return at, True  # a string was broken: the rest is plain text
         while found := self._form.outside.search(text, at):

@@ -20,7 +20,7 @@ _decoder = json.JSONDecoder()
 class CallText:
     """The text around calls: before the first name, after a name, between arguments and the next name, and at the end.
 
-    If `between` is empty, only one call can be written.
+    If `between` is empty, only a single call can be written.
     """
 
     opens: str
@@ -38,7 +38,7 @@ class CallText:
 
 
 def find_call_text(render: RenderText, reading: Reading, ends: Collection[str]) -> CallText | None:
-    """Return how the template writes calls, or None if arguments are not JSON or the text of a call contains its id.
+    """Return how the template writes calls, or None if it does not write arguments as JSON or if it writes a call's id.
 
     `ends` are the names of the tokens that end a turn. A result is returned only if the model's own reader reads the
     calls back correctly.
@@ -62,8 +62,8 @@ def find_call_text(render: RenderText, reading: Reading, ends: Collection[str]) 
 
 
 def calls_come_singly(render: RenderText, reading: Reading) -> bool:
-    """Return whether each call can be read before the next begins. In some syntaxes, calls form a list that can only be
-    read as a whole."""
+    """Return whether each call can be read before the next one begins. In some syntaxes this is impossible, because
+    calls form a list that can only be read as a whole."""
     if reading.syntax is not None and reading.syntax.unmarked is not None:
         return False  # the template never writes the mark, so calls with the mark may be a list
     for count, empty in product((2, 1), ("", None)):
@@ -124,7 +124,7 @@ def _without_reasoning(opens: str, reading: Reading) -> str:
 
 
 def _reads_back(reading: Reading, text: CallText, names: Sequence[str]) -> bool:
-    """Return whether the model's reader reads exactly the calls that `text` writes."""
+    """Return whether the model's reader, given calls written by `text`, reads back exactly these calls."""
     calls = [(f"{name}_x", '{"k": [1, {"l": "m\\"}"}]}') for name in names]
     reader = reading.reader("", PROBE_TOOLS)
     deltas = [*reader.feed(text.write(calls)), *reader.finish()]

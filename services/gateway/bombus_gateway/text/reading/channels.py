@@ -1,4 +1,4 @@
-"""Reads turns that consist of messages with headers: gpt-oss's channels, and similar formats with recipients."""
+"""Reads turns that consist of messages with headers: gpt-oss's channels, and similar formats that name recipients."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class MessageKind(Enum):
 
 @dataclass(frozen=True)
 class ChannelForm:
-    """The marks of messages. `kinds` are patterns of headers; the first that matches determines a message's kind.
+    """The marks of messages. `kinds` are patterns for headers; the first that matches determines a message's kind.
 
     `header` matches a valid header. If a model wrote other text in place of a header, the message is returned as text
     so that it is not lost. The pattern for a call has the group `name`, since the header names the tool; `read` reads
@@ -49,7 +49,8 @@ class ChannelForm:
         return any(kind is MessageKind.REASONING for _, kind in self.kinds)
 
     def kind(self, header: str) -> tuple[MessageKind, str]:
-        """Return the kind of a message with this header, and the name of the tool that it calls."""
+        """Return the kind of a message with this header, and the name of the tool that it calls, or "" if it calls
+        none."""
         if self.header.fullmatch(header) is None:
             return MessageKind.UNKNOWN, ""
         for pattern, kind in self.kinds:
@@ -104,9 +105,9 @@ _NOT_IN_HEADERS = r"[^\w.\-=: <|>]"
 
 
 class ChannelReader:
-    """Splits a turn into messages, and returns them as text, reasoning and calls.
+    """Splits a turn into messages, and returns their contents as text, reasoning and calls.
 
-    The turn begins within a header, or within a message that begins in `prompt_end`, the end of the prompt. Invalid
+    The turn begins within a header, or within a message that was begun in `prompt_end`, the end of the prompt. Invalid
     calls, calls beyond an answer's limit, and text outside of messages are returned verbatim as text.
     """
 

@@ -1,7 +1,7 @@
 """Determines from a chat template how its model writes tool calls and reasoning.
 
-Conversations with known calls are rendered, and the syntax is the one whose reader reads the same calls back from the
-rendering. So each syntax is verified with the template itself; the model's name is not used.
+Conversations with known calls are rendered, and the syntax found is the one whose reader reads the same calls back from
+the rendering. So each syntax is verified with the template itself; the model's name is not used.
 """
 
 import json
@@ -42,19 +42,19 @@ class Reading:
 
     @property
     def calls(self) -> str:
-        """The name of the call syntax; empty if the model has none, or if it is unknown."""
+        """The name of the call syntax, or "" if the model has none or it is unknown."""
         return self.channels.name if self.channels else self.syntax.name if self.syntax else ""
 
     @property
     def reasoning(self) -> str:
-        """The mark that opens reasoning, or the name of the channels; empty if there is no reasoning."""
+        """The mark that opens reasoning, or the name of the channels, or "" if there is no reasoning."""
         if self.channels:
             return self.channels.name if self.channels.reasons else ""
         return self.thinking.open if self.thinking else ""
 
     @property
     def begins_in_prompt(self) -> bool:
-        """Whether the prompt may contain the beginning of the turn, so that `reader` needs the end of the prompt."""
+        """Whether the turn may begin in the prompt, so that `reader` needs the end of the prompt."""
         return self.channels is not None or self.thinking is not None
 
     @property
@@ -64,7 +64,7 @@ class Reading:
         return tokens_in(*self.frames).union(*(part.markers for part in parts if part))
 
     def reader(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> TurnReader | ChannelReader:
-        """Return a reader of one turn.
+        """Return a reader for one turn.
 
         `prompt_end` is the end of the prompt's text, which may have opened reasoning. Calls are read only if there are
         `tools`. In formats that write all values as strings, the tools' schemas determine the types of the values.
@@ -76,7 +76,7 @@ class Reading:
 
 
 def find_reading(render: RenderText, switched: Iterable[RenderText] = ()) -> Reading:
-    """Determine how the template's model writes calls and reasoning. Parts that cannot be determined are read as text.
+    """Determine how the template's model writes calls and reasoning. What cannot be determined is read as text.
 
     `switched` are renderings with other values of the template's variables, since a request may turn reasoning on. They
     are searched for reasoning only if `render` shows none.
@@ -150,7 +150,7 @@ class _Probe:
 
 
 def _call_probes(render: RenderText, empty: str | None, call_id: Callable[[str, int], str]) -> Iterator[_Probe]:
-    """Render conversations with calls. Yields nothing if the template refuses the first."""
+    """Render conversations with calls. Yields nothing if the template refuses the first conversation."""
     for calls in _CALLS:
         listed = [_call(name, arguments, call_id(name, index)) for index, (name, arguments) in enumerate(calls)]
         message = {"role": "assistant", "content": empty, "tool_calls": listed}
@@ -186,7 +186,8 @@ def turn_of(render: RenderText, message: ChatMessage) -> tuple[str, str] | None:
 
 
 def _best(candidates: Iterable[Reading], probes: Sequence[_Probe]) -> Reading | None:
-    """Return the candidate that reads the most probes. Among equals, return the one with the least text unread."""
+    """Return the candidate that reads the most probes. If several do, return the one that leaves the least text
+    unread."""
     best, best_score = None, (0, 0)
     for candidate in candidates:
         results = [_left_over(candidate, probe) for probe in probes]
@@ -198,7 +199,8 @@ def _best(candidates: Iterable[Reading], probes: Sequence[_Probe]) -> Reading | 
 
 
 def _left_over(reading: Reading, probe: _Probe) -> int | None:
-    """Return how many characters of a probe are read as text, or None if the calls read are not the probe's."""
+    """Return how many characters of a probe are read as text, or None if the calls that are read differ from the
+    probe's."""
     reader = reading.reader(probe.prompt_end, PROBE_TOOLS)
     deltas = [*reader.feed(probe.turn), *reader.finish()]
     calls = tuple((call.name, json.loads(call.arguments)) for call in deltas if isinstance(call, ToolCallDelta))
@@ -208,7 +210,8 @@ def _left_over(reading: Reading, probe: _Probe) -> int | None:
 
 
 def _learned(render: RenderText, probe: _Probe, plain: Reading) -> Iterator[CallSyntax]:
-    """Yield JSON syntaxes with the marks that this template writes around a call, which need not be in the table."""
+    """Yield JSON syntaxes with the marks that this template writes around a call, even if these marks are not in the
+    table."""
     thinking, reader = plain.thinking, plain.reader(probe.prompt_end, ())
     deltas = [*reader.feed(probe.turn), *reader.finish()]
     text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)).strip()
@@ -231,7 +234,8 @@ _FIRST_TAG = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
 def _announced(render: RenderText) -> CallSyntax | None:
-    """Return the syntax that the template describes to the model, or whose mark it writes around the tools."""
+    """Return the syntax that the template describes to the model, or the syntax whose mark it writes around the
+    tools."""
     try:
         without, tools = render([_USER], (), False), render([_USER], PROBE_TOOLS, False)
     except TemplateRefused:
@@ -263,7 +267,7 @@ def _find_thinking(render: RenderText) -> Thinking | None:
 
 
 def _written_thinking(render: RenderText) -> Thinking | None:
-    """Find the marks around a message's reasoning. Templates read the reasoning from different fields."""
+    """Find the marks around a message's reasoning. Which field a template reads the reasoning from varies."""
     calls = {"tool_calls": [_call("f", {"a": 1}, "callprob0")]}
     for fields, more in product((("reasoning_content",), ("thinking",), ("reasoning",)), ({}, calls)):
         message = {"role": "assistant", "content": _TEXT, **dict.fromkeys(fields, _REASONING), **more}

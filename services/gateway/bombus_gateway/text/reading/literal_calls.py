@@ -37,7 +37,8 @@ def _pythonic_call(code: Literals) -> ToolCallDelta:
 def gemma(quote: str, typed: bool = False) -> ReadBody:
     """Return a reader of `call:f{key:value}`, with strings enclosed in `quote`.
 
-    If `typed`, the template writes all values as strings, and the tool's schema says which of them are not strings.
+    If `typed` is true, the template writes all values as strings, and the tool's schema says which of them are not
+    strings.
     """
 
     def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:

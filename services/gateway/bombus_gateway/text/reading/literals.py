@@ -1,7 +1,7 @@
 """Literals as models write them in tool calls: Python's, and Gemma's.
 
-Everything here raises only `ValueError` for invalid text, because nesting is limited to less than Python's recursion
-limit.
+For invalid text, everything here raises `ValueError` and nothing else, because nesting is limited to less than Python's
+recursion limit.
 """
 
 import re
@@ -25,7 +25,8 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "
 class Literals:
     """A cursor over literals: lists, objects, numbers, constants and strings.
 
-    Strings are written as in Python, unless `quote` is given: it then encloses strings, and object keys may be bare.
+    Strings are written as in Python, unless `quote` is given. In that case `quote` encloses strings, and object keys
+    may be bare.
     """
 
     def __init__(self, text: str, quote: str = "") -> None:
@@ -55,7 +56,7 @@ class Literals:
         return self._match(_NAME)[0]
 
     def items(self, close: str) -> Iterator[None]:
-        """Yield at the start of each item; skip the commas between items, and the mark `close` after the last."""
+        """Yield at the start of each item. Skip the commas between items, and the mark `close` after the last item."""
         if self.take(close):
             return
         yield

@@ -17,8 +17,8 @@ _EMPTY: dict[str, Any] = {"array": [], "object": {}}
 def nested_tags(mark: str) -> ReadBody:
     """Return a reader of `<invoke name="f"><key>value</key></invoke>` with `mark` before each tag.
 
-    A value is either text, whose type the tool's schema determines, or nested elements. The elements are a list if all
-    are named `item`, unless the schema says `object`.
+    A value is either text, whose type the tool's schema determines, or nested elements. Elements that are all named
+    `item` form a list, unless the schema says `object`.
     """
 
     def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:
@@ -40,7 +40,8 @@ def nested_tags(mark: str) -> ReadBody:
 
 
 def _elements(tags: deque[str], parent: str, schema: Schema, depth: int) -> list[tuple[str, Any]]:
-    """Remove the elements up to and including the parent's end tag from `tags`, and return their names and values.
+    """Remove the elements up to and including the parent's end tag from `tags`, and return the elements' names and
+    values.
 
     Each entry of `tags` is a tag and the text after it.
     """

@@ -16,7 +16,7 @@ _TAG = re.compile(r"\]<\]\w+\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How tool calls are written: the marks that open a body, how its end is found, and how it is read.
+    """How tool calls are written: the marks that open a body, how the body's end is found, and how the body is read.
 
     A body contains all calls between the same two marks. `bare` is a bracket that may begin a body without a mark, at
     the beginning of an answer or after a call; `unmarked` is the syntax of such a body if it differs. `ends_with_turn`
@@ -36,7 +36,7 @@ class CallSyntax:
     unmarked: "CallSyntax | None" = None
 
     def or_bare(self, other: "CallSyntax") -> "CallSyntax":
-        """Return a syntax that reads calls with this syntax's marks, or, without marks, in the syntax `other`."""
+        """Return a syntax that reads calls with marks as this syntax does, and calls without marks as `other` does."""
         return replace(self, bare=other.bare, unmarked=other)
 
     @property

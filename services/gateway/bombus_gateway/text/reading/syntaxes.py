@@ -1,4 +1,4 @@
-"""The table of syntaxes. A model's template, not its name, determines which of them the model uses."""
+"""The table of call syntaxes. A model's template, not its name, determines which of them the model uses."""
 
 from bombus_gateway.text.reading.bodies import BodyForm
 from bombus_gateway.text.reading.json_calls import read_json, read_json_by_name, read_named, sections

@@ -11,11 +11,11 @@ from bombus_gateway.text.reading.values import Schemas, make_call, typed_value
 
 @dataclass(frozen=True)
 class TagForm:
-    """Patterns of a call's tags. `call` has the group `name`; `parameter` has `name`, `value` and optionally
+    """Patterns for a call's tags. `call` has the group `name`; `parameter` has `name`, `value` and optionally
     `is_string`.
 
     `is_string` matches if the call itself says that the value is a string. `end` closes a call. `trimmed` says whether
-    the line breaks around a value are dropped, and `entities` whether names contain XML entities.
+    the line breaks around a value are dropped, and `entities` says whether names contain XML entities.
     """
 
     call: str

@@ -28,8 +28,8 @@ class TurnReader:
     Text is returned as soon as it cannot be the beginning of a mark, and a call once it is closed. Invalid calls, and
     calls beyond an answer's limit, are returned verbatim as text. White space before a call and around reasoning is
     part of the format and is dropped, as are the marks `frames` around text and the `lead` before the first text. A
-    closing mark of reasoning at the start of a turn is dropped too: some models write it to say that there is no
-    reasoning.
+    mark that closes reasoning is also dropped at the start of a turn: some models write it there to say that there is
+    no reasoning.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that a turn may have

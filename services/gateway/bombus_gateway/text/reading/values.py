@@ -1,6 +1,6 @@
 """Values as models write them in tool calls: JSON, and text whose type is determined by a schema.
 
-Everything here raises only `ValueError` for invalid text.
+For invalid text, everything here raises `ValueError` and nothing else.
 """
 
 import json
@@ -31,7 +31,7 @@ def schemas_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Sc
 
 
 def make_call(name: object, arguments: object, call_id: object = "") -> ToolCallDelta:
-    """Return a call. Raises `ValueError` for a call that would be refused when a request echoes it.
+    """Return a call. Raises `ValueError` for a call that would be refused if a later request echoed it.
 
     Such a call has an empty name or one that is too long, arguments that are not an object, or values that JSON cannot
     represent. Refusing the later request would end the episode.

@@ -128,9 +128,10 @@ class OpenAIBackend:
         return check
 
     async def _checked(self, server: Server, policy: Policy) -> CanaryCheck | None:
-        """Compare the logprobs that the server gives with what is expected. Raises `CanaryFailed`.
+        """Compare the logprobs that the server gives with those that are expected. Raises `CanaryFailed` if they
+        differ.
 
-        Return None if the server gives no logprobs.
+        Return None if the server gives no logprobs, or if none are expected.
         """
         if policy.expected is None:
             return None

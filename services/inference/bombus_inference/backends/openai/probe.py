@@ -27,7 +27,7 @@ RAW = (
 
 
 async def find_missing(server: Server, folder: Path, vocabulary: int) -> list[str]:
-    """Return what the server lacks to serve the model in `folder`, as clauses that begin with "it" or "its"."""
+    """Return what the server lacks for serving the model in `folder`, as clauses that begin with "it" or "its"."""
     tokenizer = _tokenizer(folder)
     prompt = [0] if tokenizer is None else tokenizer.encode(TEXT, add_special_tokens=False).ids
     try:
@@ -78,14 +78,14 @@ def _is_raw(plain: ServerChoice, hot: ServerChoice) -> bool:
 
 
 def _gap(choice: ServerChoice) -> float:
-    """Return the gap between the two most likely first tokens in nats; 0 if they are not reported."""
+    """Return the gap, in nats, between the two most likely first tokens, or 0 if they are not reported."""
     first = sorted((logprob for _, logprob in choice.tops[0]), reverse=True)[:2] if choice.tops else []
     return first[0] - first[1] if len(first) == 2 else 0.0
 
 
 def _uses_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, choice: ServerChoice) -> bool:
-    """Return whether the choice's token ids decode to its text. Without a tokenizer, or without text, only ids are
-    checked."""
+    """Return whether the choice's token ids decode to its text. Without a tokenizer, or without text, check only
+    whether the ids are in the vocabulary."""
     tokens = list(choice.tokens or ())
     if any(not 0 <= token < vocabulary for token in tokens):
         return False

@@ -27,7 +27,8 @@ ServerChoices = AsyncIterator[list[ServerChoice]]
 class Server(Protocol):
     """An external server.
 
-    `can_load` says whether it has a route to load weights. `context` is its token limit, or 0 if unknown.
+    `can_load` says whether the server has a route for loading weights. `context` is the server's token limit, or 0 if
+    unknown.
     """
 
     can_load: bool
@@ -37,7 +38,7 @@ class Server(Protocol):
         """Yield parts of the answer as they arrive. Raises `BackendFailed`, `Refused` or `httpx.HTTPError`."""
 
     async def score(self, tokens: list[int]) -> list[float] | None:
-        """Return the logprobs of all tokens but the first, or None if the server gives none.
+        """Return the logprobs of all tokens except the first, or None if the server gives none.
 
         Raises `BackendFailed`, `httpx.HTTPError` or `msgspec.MsgspecError`.
         """
@@ -47,7 +48,8 @@ class Server(Protocol):
 
 
 class CompletionsServer:
-    """vLLM, or a server that completes token ids as vLLM does. Weights are loaded through vLLM's development routes."""
+    """A vLLM server, or one that completes token ids as vLLM does. Weights are loaded through vLLM's development
+    routes."""
 
     def __init__(self, client: httpx.AsyncClient, found: FoundServer) -> None:
         self.can_load = found.can_load

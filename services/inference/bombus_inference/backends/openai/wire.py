@@ -1,7 +1,7 @@
 """The wire formats of external servers: vLLM's `/v1/completions` with token ids, and SGLang's `/generate`.
 
-Only translates. SGLang's format follows its documentation on the native API, sampling parameters and use for RL
-(docs.sglang.io).
+This module only translates. SGLang's format follows SGLang's documentation on its native API, sampling parameters and
+use for RL (docs.sglang.io).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class ServerChoice:
-    """One choice of a server's answer. Unreported fields are None or empty; `label` is the server's label for its
+    """One choice in a server's answer. Unreported fields are None or empty; `label` is the server's label for its
     weights."""
 
     choice: int
@@ -112,7 +112,8 @@ def completions_scoring_body(model: str, tokens: list[int]) -> bytes:
 
 
 def parse_completions_scores(data: bytes, tokens: list[int]) -> list[float] | None:
-    """Return the logprobs of all `tokens` but the first, or None if the server gives none. Raises `BackendFailed`."""
+    """Return the logprobs of all `tokens` except the first, or None if the server gives none. Raises `BackendFailed`
+    for an impossible answer."""
     answer = _completions.decode(data)
     answer.check()
     rows = answer.choices[0].prompt_logprobs if answer.choices else None
@@ -176,7 +177,8 @@ def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
     """Return the request's body, which has no seed because SGLang does not accept a seed per request.
 
     The answer is not streamed, because what its parts contain depends on the server's options. Raises `Refused` for a
-    repetition penalty: SGLang's considers only sampled tokens (sglang/srt/sampling/penaltylib), not the prompt.
+    repetition penalty, because SGLang's penalty considers only sampled tokens (sglang/srt/sampling/penaltylib), not the
+    prompt.
     """
     sampling = request.sampling
     if sampling.repetition_penalty != 1:
@@ -215,7 +217,7 @@ def sglang_scoring_body(tokens: list[int]) -> bytes:
 
 
 def parse_sglang_scores(data: bytes, tokens: list[int]) -> list[float] | None:
-    """Return the logprobs of all `tokens` but the first, or None if the server gives none."""
+    """Return the logprobs of all `tokens` except the first, or None if the server gives none."""
     answer = _sglang.decode(data)
     choice = answer[0] if isinstance(answer, list) else answer
     rows = (choice.meta_info.input_token_logprobs or [])[1:]

@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache, plugged into the models of transformers through its attention interface.
+"""Attention over a paged KV cache, plugged into transformers' models through its attention interface.
 
-One forward pass takes the new tokens of all sequences in one row. Each layer first writes all their keys and values to
-the cache and then attends, so a sequence may use a block that another sequence fills in the same pass.
+One forward pass takes the new tokens of all sequences in one row. Each layer first writes the keys and values of all
+these tokens to the cache and then attends, so a sequence may use a block that another sequence fills in the same pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class Bucket:
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # made when a layer needs them
 
     def mask(self, window: int | None, length: int, groups: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask to add to the scores, [B, G x Q, L]. G is `groups`, the number of query heads folded into the
+        """Return the mask [B, G x Q, L] to add to the scores. G is `groups`, the number of query heads folded into the
         rows."""
         mask = self.masks.get((window, groups))
         if mask is None:
@@ -196,7 +196,7 @@ def paged_attention(  # noqa: PLR0913  # the signature is transformers'
 ) -> tuple[Tensor, None]:
     """Compute attention for one layer: query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, E] -> [1, T, H, E].
 
-    Raises `EngineFault` for a layer that needs an option `Scoring` does not support.
+    Raises `EngineFault` for a layer that needs an option that `Scoring` does not support.
     """
     scoring = read_scoring(query, attention_mask, scaling, options)
     if kv_plan is None:

@@ -60,7 +60,7 @@ ALL_ALIKE: Mapping[str, torch.dtype] = {}  # every tensor has the engine's type
 
 
 class TorchBackend:
-    """Serves from this process. If the engine fails, the process ends, so `lost` is never set."""
+    """Serves a policy from this process. If the engine fails, the process ends, so `lost` is never set."""
 
     loads_adapters = True
     constrains = False
@@ -175,7 +175,8 @@ class TorchBackend:
 
 
 async def _in_thread(read: Callable[[Policy], T], policy: Policy) -> T:
-    """Read a policy without changing what is served. Raises `EngineFault` if it cannot be read or memory runs out."""
+    """Read a policy without changing what is served. Raises `EngineFault` if the policy cannot be read or memory runs
+    out."""
     try:
         return await asyncio.to_thread(read, policy)
     except (MemoryError, OSError, RuntimeError) as error:
@@ -185,12 +186,14 @@ async def _in_thread(read: Callable[[Policy], T], policy: Policy) -> T:
 
 
 def _lacks_memory(error: RuntimeError) -> bool:
-    """Return whether memory ran out. torch has an error type for GPU memory, but none for CPU memory."""
+    """Return whether an error says that memory ran out. torch has an error type for GPU memory, but none for CPU
+    memory."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def make_engine(policy: Policy, settings: ComputeSettings) -> Engine:
-    """Load a policy and check that this engine computes its model correctly. Raises `EngineFault`."""
+    """Load a policy and create its engine. Raises `EngineFault` unless the engine computes the policy's model
+    correctly."""
     model = load_policy(policy.folder, settings, policy.adapter)
     with refusing(model.config, "served"):
         layer_shapes(model, attention.PLAN)
@@ -211,10 +214,11 @@ def read_state(
     adapter: Path | None = None,
     dtypes: Mapping[str, torch.dtype] = ALL_ALIKE,
 ) -> dict[str, Tensor]:
-    """Return the tensors by name, in the engine's type and on its device, with the adapter, if any, merged into them.
+    """Return the tensors by name, in the engine's type and on its device. If there is an adapter, it is merged into
+    them.
 
-    `dtypes` gives the types of the tensors whose type in the engine differs from the engine's own. The returned tensors
-    are copies, because the trainer may remove the file. Raises `EngineFault`.
+    `dtypes` gives the types of those tensors whose type in the engine differs from the engine's own. The returned
+    tensors are copies, because the trainer may remove the file. Raises `EngineFault` if the files cannot be used.
     """
     merging = Adapter(adapter) if adapter is not None else None
     mapped = _map(folder)
@@ -250,7 +254,8 @@ def _merge_into(model: nn.Module, folder: Path, adapter: Path) -> None:
 
 
 def load_policy(folder: Path, settings: ComputeSettings, adapter: Path | None = None) -> PreTrainedModel:
-    """Load the model in `folder` for an `Engine`, with the adapter, if any. Raises `EngineFault`."""
+    """Load the model in `folder`, with the adapter, if any, for use by an `Engine`. Raises `EngineFault` if this is not
+    possible."""
     attention.register()
     model = load_model(folder, settings.precision, attention.NAME)
     model.to(settings.device)

@@ -1,7 +1,7 @@
 """Keeps track of which blocks of the KV cache are free, held or remembered. Pure accounting, no tensors.
 
-A full block is remembered by its parent's name and its tokens, so the remembered blocks form a tree of prefixes and a
-lookup is exact. Each adapter has its own root, and all roots change whenever weights are swapped, so a lookup never
+A full block is remembered by its parent's name and its tokens, so the remembered blocks form a tree of prefixes and
+look-ups are exact. Each adapter has its own root, and all roots change whenever weights are swapped, so a look-up never
 returns keys or values computed with another adapter or older weights.
 """
 
@@ -15,8 +15,8 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class Blocks:
-    """Blocks, each of them free (contents not needed), held by one or more sequences, or idle (remembered but not
-    held)."""
+    """The blocks of a KV cache. Each is free (its contents are not needed), held by one or more sequences, or idle
+    (remembered but not held)."""
 
     def __init__(self, count: int, block_tokens: int) -> None:
         self.count = count
@@ -87,8 +87,8 @@ class Blocks:
         return self._names[block]
 
     def remember(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
-        """Remember this full block, so that later prefixes can find it. Return the name under which its children are
-        remembered."""
+        """Remember this full block, so that later prefixes can find it. Return the block's name, under which its
+        children are remembered."""
         key = (parent, tokens)
         existing = self._remembered.get(key)
         if existing is not None:  # computed twice in parallel: keep the first; this one is freed when released
@@ -101,8 +101,8 @@ class Blocks:
         return name
 
     def release(self, blocks: list[int]) -> None:
-        """Give back a sequence's blocks, in order. The last are evicted first, since a prefix is useless without its
-        beginning."""
+        """Give back a sequence's blocks, which are given in order. The last are evicted first, since a prefix is
+        useless without its beginning."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -112,7 +112,7 @@ class Blocks:
                     self._idle[block] = None
 
     def forget_all(self) -> None:
-        """Ensure that no block computed so far is found again. Held blocks stay with their holders."""
+        """Ensure that no block computed so far is found again. Blocks that are held stay with their holders."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._remembered.clear()

@@ -1,4 +1,5 @@
-"""The engine's self-check at load: compares chunks, pages and rows of a probe with transformers' own forward pass."""
+"""The engine's self-check at load: compares the results of a probe, computed in chunks, pages and rows, with those of
+transformers' own forward pass."""
 
 import logging
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def disagreement(model: PreTrainedModel, block_tokens: int, limit: int) -> Disag
 def check_model(model: PreTrainedModel, precision: str, expected: Expected) -> CanaryCheck | None:
     """Compare a model's canary with the trainer's. Return None if the canary cannot be computed or compared.
 
-    Raises `CanaryFailed` if the two do not agree.
+    Raises `CanaryFailed` if the two canaries do not agree.
     """
     adapted = any(isinstance(module, AdaptedLinear) for module in model.modules())
     holds = precision in ("float32", expected.canary.dtype)  # the values as they were published
@@ -72,9 +73,9 @@ def check_model(model: PreTrainedModel, precision: str, expected: Expected) -> C
 
 
 def _numerics(model: PreTrainedModel) -> Numerics:
-    """Return the numerics of a model in float64.
+    """Return the numerics of a model that is computed in float64.
 
-    Some families keep constants in the model's precision, in buffers that are not in its files.
+    Some families keep constants in the model's own precision, in buffers that are not in the model's files.
     """
     stored = persistent_buffers(model)
     constants = {value.dtype for name, value in model.named_buffers() if name not in stored}
@@ -88,8 +89,8 @@ def _rounds_buffers(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def _paged_logprobs(model: PreTrainedModel, block_tokens: int, lines: list[Tensor]) -> list[Tensor]:
-    """Return the logprobs of the last tokens of each sequence in `lines`, computed in passes over a cache that both
-    share."""
+    """Return the logprobs of the last tokens of each sequence in `lines`, computed in passes over a cache that the
+    sequences share."""
     like = next(model.parameters())
     each = len(lines[0]) // block_tokens + 1
     pool = KvPool(layer_shapes(model, PLAN), each * len(lines), block_tokens, like)
@@ -114,7 +115,8 @@ def _paged_logprobs(model: PreTrainedModel, block_tokens: int, lines: list[Tenso
 
 
 def _passes(lines: list[Tensor], blocks: int) -> Iterator[list[SequenceChunk]]:
-    """Yield passes over all but the last token of each sequence in `lines`: first two chunks, then single tokens."""
+    """Yield passes over all tokens except the last of each sequence in `lines`: first two chunks, then single
+    tokens."""
     cuts = [_cuts(len(line) - 1, number) for number, line in enumerate(lines)]
     for turn in range(max(map(len, cuts)) - 1):
         chunks = []
@@ -127,7 +129,7 @@ def _passes(lines: list[Tensor], blocks: int) -> Iterator[list[SequenceChunk]]:
 
 
 def _cuts(tokens: int, number: int) -> list[int]:
-    """Return the positions at which sequence `number` is cut into passes. They differ between sequences, so that passes
-    are ragged."""
+    """Return the positions at which sequence `number` is cut into passes. The positions differ between sequences, so
+    that passes are ragged."""
     single = max(tokens - SINGLE_TOKENS - number, 1)
     return sorted({0, (single + number) // 2, *range(single, tokens + 1)})

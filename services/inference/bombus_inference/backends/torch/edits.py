@@ -32,7 +32,7 @@ class LogitEdits:
 
     @classmethod
     def of(cls, sampling: SamplingParams, prompt: Iterable[int]) -> "LogitEdits | None":
-        """Return the edits for one sequence of a request, or None if the request has none."""
+        """Return the edits for one sequence of a request, or None if the request asks for no edits."""
         penalties = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
         return cls(sampling, prompt) if penalties or sampling.logit_bias else None
 

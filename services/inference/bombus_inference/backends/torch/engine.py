@@ -41,7 +41,7 @@ NO_ADAPTER: Mapping[str, LowRank] = {}
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The frames that one step produced for one request. If `done`, they are the last for this ticket."""
+    """The frames that one step produced for one request. If `done` is true, they are the last for this ticket."""
 
     ticket: int
     frames: list[Frame]
@@ -80,7 +80,7 @@ class Engine:
     """Serves one policy version at a time. `model` must have been loaded with the attention `attention.NAME`.
 
     A sequence ends at the smallest of the model's limit, `job_tokens` and the settings' `max_model_len`. If
-    `max_model_len` is not set, it also ends at the size of the cache, since a longer sequence would preempt itself
+    `max_model_len` is not set, a sequence also ends at the size of the cache, since a longer one would preempt itself
     forever. Raises `EngineFault` for an unsupported model, or for a cache that cannot hold a sequence of
     `max_model_len`.
 
@@ -161,9 +161,9 @@ class Engine:
         return self._adapters.store
 
     def add_adapter(self, address: str, adapter: LoadedAdapter) -> bool:
-        """Load an adapter, dropping unused adapters if there is no room. Return whether it is new.
+        """Load an adapter, dropping unused adapters if there is no room. Return whether the adapter is new.
 
-        Raises `Refused`, having changed nothing.
+        Raises `Refused`, having changed nothing, if the adapter cannot be served.
         """
         dropped = self._adapters.add(address, adapter)
         for each in dropped or ():
@@ -230,9 +230,9 @@ class Engine:
     ) -> None:
         """Serve other weights from the next step on. `state` maps the model's parameter names to tensors.
 
-        `adapter` has the layers of the policy's adapter by name; without a `state`, only the adapter changes. Running
-        sequences keep their tokens and recompute their keys and values; the new version computes their next tokens.
-        Raises `EngineFault`, having changed nothing, if names or shapes differ from the model's.
+        `adapter` contains the layers of the policy's adapter by name. Without a `state`, only the adapter changes.
+        Running sequences keep their tokens and recompute their keys and values; the new version computes their next
+        tokens. Raises `EngineFault`, having changed nothing, if names or shapes differ from the model's.
         """
         check_adapter(self._model, adapter)
         if state is not None:
@@ -245,7 +245,8 @@ class Engine:
         self._changed(version, run)
 
     def check_canary(self, expected: Expected) -> CanaryCheck | None:
-        """Compare what the weights in memory compute, in float64, with what is expected. Raises `CanaryFailed`.
+        """Compare what the weights in memory compute, in float64, with what is expected. Raises `CanaryFailed` if the
+        two differ.
 
         Call this right after the weights have changed, when the cache must contain nothing that other weights computed.
         """
@@ -274,8 +275,8 @@ class Engine:
                 tensor.copy_(state[name])
 
     def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
-        """Change the elements in `patches` only; otherwise like `swap_weights`. Raises `EngineFault`, having changed
-        nothing."""
+        """Like `swap_weights`, but change only the elements in `patches`. Raises `EngineFault`, having changed nothing,
+        if a patch does not fit."""
         self._adapters.detach()
         fitting = fitting_patches(tensors_of(self._model), patches)
         self._adapters.before_change(version, fitting)
@@ -284,12 +285,13 @@ class Engine:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The type of each tensor of a version. Some models keep a few tensors in float32 in a half-precision
-        engine."""
+        """The type of each tensor in a version. Even in a half-precision engine, some models keep a few tensors in
+        float32."""
         return {name: tensor.dtype for name, tensor in tensors_of(self._model).items()}
 
     def _version_of(self, sequence: SequenceState) -> int:
-        """Return the version of the weights that compute a sequence; with an adapter, the base version."""
+        """Return the version of the weights that compute a sequence. For a sequence with an adapter, this is the base
+        version."""
         return BASE_VERSION if sequence.request.adapter else self.version
 
     def _changed(self, version: int, run: int) -> None:
@@ -301,8 +303,9 @@ class Engine:
     def _compute(self, work: ScheduledChunks) -> tuple[list[SequenceState], Drawn, set[int], bool]:
         """Compute the chunks, score prompts, and draw a token for each sequence that is ready for its next token.
 
-        Also return the tickets whose scores are NaN, and false if the model produced scores or logits that are not
-        finite. If the logits are finite but a drawn token's logprob is not, the request is at fault.
+        Return these sequences, their drawn tokens, the tickets whose scores are NaN, and a flag that is false if the
+        model produced scores or logits that are not finite. If the logits are finite but a drawn token's logprob is
+        not, the request is at fault, and the flag stays true.
         """
         ready: list[SequenceState] = []
         logits: list[Tensor] = []
@@ -322,7 +325,8 @@ class Engine:
         return ready, drawn, broken, sane and not broken
 
     def _parts(self, work: ScheduledChunks) -> list[ScheduledChunks]:
-        """Split the work into passes: a single pass, unless adapters apply to a model other than our own policy."""
+        """Split the work into passes. A single pass is enough, unless adapters apply to a model other than our own
+        policy."""
         if not self._adapters.apart:
             return [work]
         parts: list[ScheduledChunks] = [[], []]
@@ -407,7 +411,7 @@ class Engine:
             self._rows.clear()
 
     def _sequence_tokens_max(self, wanted: int, count: int, block_bytes: int) -> int:
-        """Return how many of the `wanted` tokens one sequence may have, given `count` blocks."""
+        """Return how many of the `wanted` tokens one sequence may have in a cache of `count` blocks."""
         size = self.settings.block_tokens
         holds, needed = count * size - 1, wanted // size + 1
         if wanted <= holds:

@@ -15,7 +15,8 @@ from bombus_inference.settings import ComputeSettings
 
 @dataclass(frozen=True, eq=False)
 class TensorPatch:
-    """New `values` [N] for the elements `where` [N] of a flattened tensor. `where` is None if every element is new."""
+    """New `values` [N] for those elements of a flattened tensor whose indices are `where` [N]. `where` is None if every
+    element is new."""
 
     values: Tensor
     where: Tensor | None

@@ -10,7 +10,7 @@ from bombus.architectures.shapes import LayerShape
 
 
 class KvPool:
-    """Keys and values of every layer, each [blocks, block_tokens, width]: a token's keys, then its values.
+    """The keys and values of every layer, each [blocks, block_tokens, width]: a token's keys, then its values.
 
     They are initialized to zero, because padded rows read blocks that were never written, and masked values must not be
     NaN.
@@ -43,7 +43,7 @@ class KvPool:
         self.layers[layer].view(-1, self.shapes[layer].width).index_copy_(0, slots_T, torch.cat(sides, dim=1))
 
     def gather(self, layer: int, table_N: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return keys [rows, kv_heads, tokens, key_dim] and values of `rows` equally long lists of blocks.
+        """Return the keys [rows, kv_heads, tokens, key_dim] and the values in `rows` equally long lists of blocks.
 
         Both are in a buffer that the next call overwrites, since allocating memory for each layer would cost as much as
         the copy.
@@ -63,7 +63,8 @@ class KvPool:
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
-    """Tokens [start, start + len(tokens)) of one sequence. Its blocks cover at least all tokens up to the end."""
+    """Tokens [start, start + len(tokens)) of one sequence. The chunk's blocks cover at least all tokens up to its
+    end."""
 
     tokens: Sequence[int]
     start: int

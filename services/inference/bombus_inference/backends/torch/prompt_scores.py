@@ -1,4 +1,5 @@
-"""Scores the tokens of a prompt as the prompt is computed: their logprobs at temperature 1, and alternatives."""
+"""Scores a prompt's tokens while the prompt is being computed: their logprobs at temperature 1, and the most likely
+alternatives."""
 
 import math
 from array import array
@@ -18,7 +19,7 @@ Head = Callable[[slice], Tensor]  # returns the logits of these rows of hidden s
 
 @dataclass(frozen=True, slots=True)
 class ScoredPiece:
-    """The logprobs of some tokens, and `width` alternatives for each, concatenated."""
+    """The logprobs of consecutive prompt tokens, and the `width` alternatives to each token, all in one list."""
 
     logprobs: list[float]
     top_tokens: list[int]
@@ -37,7 +38,8 @@ class PromptScoring:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all scores. The first token has no score, since nothing comes before it."""
+        """Forget all scores. What remains is the entry of the first token, which is NaN because nothing predicts that
+        token."""
         self._logprobs = array("f", [math.nan])
         self._top_tokens = array("i", [0] * self._width)
         self._top_logprobs = array("f", [math.nan] * self._width)
@@ -47,7 +49,7 @@ class PromptScoring:
         return len(self._logprobs) == len(self._prompt)
 
     def targets(self, start: int, end: int) -> list[int]:
-        """Return the tokens that the hidden states [start, end) of the prompt predict, within the prompt."""
+        """Return the tokens of the prompt that its hidden states [start, end) predict."""
         return list(self._prompt[start + 1 : end + 1])
 
     def take(self, start: int, piece: ScoredPiece, version: int) -> None:
@@ -68,7 +70,8 @@ def rows_at_once(vocabulary: int) -> int:
 
 
 def score(head: Head, first: int, targets: Sequence[int], width: int, at_once: int) -> ScoredPiece:
-    """Score `targets`, `at_once` at a time. Each is predicted by the hidden state of one row, from row `first` on."""
+    """Score `targets`, `at_once` at a time. The hidden state in row `first` predicts the first of them, the next row
+    the next, and so on."""
     piece = ScoredPiece([], [], [])
     for start in range(0, len(targets), at_once):
         here = targets[start : start + at_once]

@@ -22,7 +22,8 @@ ROWS_MIN = 8
 
 @dataclass(slots=True)
 class Lane:
-    """Rows of one capacity: per layer keys [rows, kv_heads, key_dim, capacity] and values [.., capacity, value_dim]."""
+    """Rows of equal capacity. Each layer has keys [rows, kv_heads, key_dim, capacity] and values [.., capacity,
+    value_dim]."""
 
     capacity: int
     keys: list[Tensor]
@@ -99,7 +100,8 @@ class LaneStep:
 
 
 class Rows:
-    """Gives rows to sequences, in at most `bytes_max` of memory. A sequence without a row is served from its blocks."""
+    """Assigns rows to sequences, using at most `bytes_max` of memory. A sequence without a row is served from its
+    blocks."""
 
     def __init__(self, pool: KvPool, bytes_max: int) -> None:
         self._pool = pool
@@ -110,8 +112,8 @@ class Rows:
         self._ends: dict[object, int] = {}  # where each sequence ended in the previous pass
 
     def place(self, chunks: Sequence[SequenceChunk]) -> tuple[dict[int, list[int]], list[int]]:
-        """Return the numbers of the chunks with a row, by lane capacity and in row order, and of the chunks without
-        one.
+        """Return the indices of the chunks that have a row, by lane capacity and in row order, and the indices of all
+        other chunks.
 
         A sequence gets a row when it computes a single token for the second time in succession, since blocks that this
         pass fills cannot be copied yet. A sequence that is not in this pass loses its row.
@@ -134,7 +136,7 @@ class Rows:
         return by_lane, rest
 
     def step(self, capacity: int, chunks: Sequence[SequenceChunk], first: int) -> LaneStep:
-        """Return the step of a lane for these chunks, which must be in the order of their rows."""
+        """Return a lane's step for these chunks, which must be in row order."""
         lane = self._lanes[capacity]
         device = lane.keys[0].device
         numbers = [self._rows[chunk.owner].number for chunk in chunks]
@@ -203,7 +205,8 @@ class Rows:
         return lane
 
     def _widen(self, capacity: int, lane: Lane | None) -> Lane | None:
-        """Return the lane with twice as many rows, or None if that exceeds the limit even without unused lanes."""
+        """Return the lane with twice as many rows, or None if that would exceed the limit even with all unused lanes
+        dropped."""
         before = 0 if lane is None else lane.rows
         rows = max(ROWS_MIN, before * 2)
         wanted = self._lane_bytes(capacity, rows)  # includes the old rows, which stay until they are copied

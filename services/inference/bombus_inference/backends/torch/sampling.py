@@ -18,8 +18,8 @@ from bombus_inference.backends.torch.edits import LogitEdits
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to draw one row. `uniform` in [0, 1) is its only source of randomness, so a row does not depend on the
-    others."""
+    """How to draw one row's token. `uniform` in [0, 1) is the draw's only source of randomness, so the token does not
+    depend on other rows."""
 
     temperature: float
     top_p: float

@@ -1,4 +1,5 @@
-"""Chooses which sequences compute which tokens in the next forward pass, and in which blocks. Pure accounting.
+"""Chooses which sequences compute which tokens in the next forward pass, and in which blocks. It does only the
+accounting.
 
 Decoding sequences go first, in order of admission; then prompts, up to the prefill budget. A decoding sequence that
 finds no free block takes the blocks of the most recently admitted sequence. That sequence is preempted: it recomputes
@@ -26,8 +27,8 @@ class Scheduler:
         self.cached_tokens = 0
 
     def next_work(self) -> ScheduledChunks:
-        """Return the next forward pass, with its blocks taken and remembered. It is empty only if there is nothing to
-        do."""
+        """Plan the next forward pass: take the blocks it needs, and remember those it fills. The plan is empty only if
+        there is nothing to do."""
         work: ScheduledChunks = []
         scheduled: set[SequenceState] = set()
         for sequence in list(self.running):
@@ -58,7 +59,7 @@ class Scheduler:
     def weights_changed(self) -> None:
         """Forget all keys and values. Running sequences recompute their tokens before waiting sequences are admitted.
 
-        The next token of each sequence is thus sampled from the new policy alone, as the token's version says.
+        Each sequence's next token is thus sampled from the new policy alone, as the token's version number implies.
         """
         self.blocks.forget_all()
         for sequence in reversed(self.running):
@@ -105,7 +106,7 @@ class Scheduler:
     def _prefill(self, sequence: SequenceState, budget: int, work: ScheduledChunks) -> int:
         """Schedule as much of a sequence's prompt as budget and blocks allow, and return the number of tokens.
 
-        Blocks of the prompt that another sequence has computed in the meantime are used first.
+        If another sequence has computed blocks of this prompt in the meantime, reuse those first.
         """
         if len(sequence.blocks) * self.blocks.block_tokens == sequence.computed:
             self._extend_from_cache(sequence)

@@ -13,10 +13,11 @@ from bombus_inference.backends.torch.sampling import Draw
 
 
 class SequenceState:
-    """Choice number `choice` of the request with this ticket. `blocks` hold the keys and values of `computed` tokens.
+    """One completion: choice number `choice` of the request with this ticket.
 
-    `parent` is the name of the last remembered block, or None once no more blocks may be remembered. `block_owner`
-    identifies the sequence as the holder of its blocks, and is replaced when the sequence gives its blocks back.
+    `blocks` hold the keys and values of the first `computed` tokens. `parent` is the name of the last remembered block,
+    or None once no more blocks may be remembered. `block_owner` identifies the sequence as the holder of its blocks,
+    and is replaced when the sequence gives its blocks back.
     """
 
     __slots__ = (

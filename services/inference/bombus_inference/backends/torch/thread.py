@@ -1,6 +1,6 @@
 """The engine's thread: calls arrive through a queue, and all deliveries of a step are sent together.
 
-Only this thread uses the engine. Other code runs on the engine through `call`, between two steps.
+Only this thread uses the engine. Other code uses `call` to have a function run in this thread, between two steps.
 """
 
 import asyncio
@@ -65,13 +65,13 @@ class EngineThread:
         self._calls.put(lambda: self._abort(ticket))
 
     async def install(self, engine: Engine | None, fault: Fault) -> None:
-        """Serve this engine, or nothing. Open requests of the previous engine end with `fault`."""
+        """Serve this engine, or none. The previous engine's open requests end with `fault`."""
         await self.call(lambda _: self._install(engine, fault))
 
     async def change(self, change: Callable[[Engine], None], expected: Expected | None = None) -> CanaryCheck | None:
         """Change the engine's weights, then check them before anything is computed with them.
 
-        Raises what `change` raises. If the check fails, raises `CanaryFailed`; there is then no engine.
+        Raises whatever `change` raises, or `CanaryFailed` if the check fails, after which the thread has no engine.
         """
 
         def turn(engine: Engine | None) -> CanaryCheck | None:

@@ -1,4 +1,5 @@
-"""Checks adapters and copies them for vLLM, which rereads their files whenever it has dropped them from memory.
+"""Checks adapters and copies them for vLLM, which rereads an adapter's files whenever it has dropped the adapter from
+memory.
 
 vLLM copies an adapter's tensors into its own buffers without checking their shapes, and ignores layers that the model
 does not have. Adapters with either defect are refused here.
@@ -120,7 +121,8 @@ def _copied(address: str, source: Path, folder: Path, rules: AdapterRules) -> Co
 
 
 def _written(layers: Sequence[str], config: PeftConfig) -> dict[str, object]:
-    """Return a configuration with the names of these layers, and the rank and alpha of each if they differ."""
+    """Return a configuration that names these layers, with each layer's own rank and alpha where layers may differ in
+    them."""
     alphas = {layer: config.scale_of(layer) * config.rank_of(layer) for layer in layers}
     targets = sorted({layer.rpartition(".")[2] for layer in layers})
     rank = max(map(config.rank_of, layers))

@@ -3,8 +3,8 @@
 vLLM knows each adapter by the name of our copy of it. Every copy gets a new name, so vLLM's cache never returns
 anything that was computed with another copy.
 
-The policy itself is served as an adapter of zeros. The reason is that on a CPU, if any row of a pass has an adapter,
-rows without one get the adapter in vLLM's last slot (vLLM 0.32).
+The policy itself is served with an adapter of zeros, because on a CPU, if any row of a pass has an adapter, rows
+without one get the adapter in vLLM's last slot (vLLM 0.32).
 """
 
 import asyncio

@@ -130,8 +130,8 @@ class Answering:
     async def score_canary(self, expected: Expected, dtype: str) -> CanaryCheck | None:
         """Compare the logprobs that vLLM returns with the expected ones.
 
-        Return None if vLLM refuses to return any, or does not within `CANARY_S`. Raises `CanaryFailed` if they differ,
-        or another `EngineFault` if vLLM fails to score the canary.
+        Return None if vLLM refuses to return logprobs, or has not returned them after `CANARY_S` seconds. Raises
+        `CanaryFailed` if they differ, or another `EngineFault` if vLLM fails to score the canary.
         """
         lines = canary_sequences(self.limits.vocabulary)
         try:
@@ -168,5 +168,6 @@ class Answering:
 
 
 def _is_rescored(request: Generate) -> bool:
-    """Return whether the request wants logprobs of a distribution other than the one tokens are sampled from."""
+    """Return whether the request wants logprobs from a distribution other than the one that its tokens are sampled
+    from."""
     return request.plain_logprobs and not samples_plainly(request)

@@ -1,10 +1,10 @@
-"""The vllm backend: one child process per run, whose weights change in place while its requests wait.
+"""The vllm backend: one child process per run. The child's weights change in place, while its requests wait.
 
 In an operations run the weights do not change, and adapters are served beside them.
 
 To change weights, the backend pauses running requests, loads the files, sets the label of the new weights, drops all
-keys and values that the old weights computed (running requests recompute theirs), and resumes. No token of the new
-weights exists before the backend resumes, so every token that has arrived by then is from the old version. For later
+keys and values that the old weights computed (running requests recompute theirs), and resumes. Nothing is sampled from
+the new weights before the backend resumes, so every token that has arrived by then is from the old version. For later
 tokens, vLLM reports the version of each token at the end of the answer.
 """
 
@@ -93,7 +93,8 @@ class _Child:
 
 
 def _with_less(child: _Child, fault: EngineFault) -> _Child:
-    """Return a child without the feature that prevented `child` from starting. Raises `fault` if no feature did."""
+    """Return `child` without the feature whose failure, judging by `fault`, kept it from starting. Raises `fault` if
+    that was not due to such a feature."""
     if child.constrains and "tokeniz" in str(fault).lower():
         log.warning("vLLM is started without the model's tokenizer, so structured output is unavailable: %s", fault)
         return replace(child, constrains=False)
@@ -337,7 +338,8 @@ class VllmBackend:
     async def _post(
         self, server: VllmServer, path: str, json: Mapping[str, object] | None = None, expect: bytes = b""
     ) -> None:
-        """Send a POST request and check the response. Raises `BackendFailed` or `httpx.HTTPError`."""
+        """Send a POST request and check the response. Raises `BackendFailed` if the status is not 200 or `expect` is
+        not in the body, and `httpx.HTTPError` if there is no response."""
         response = await server.client.post(path, json=json, timeout=self._vllm.update_s)
         if response.status_code != 200 or expect not in response.content:
             raise BackendFailed(f"{path} answered {response.status_code}: {response.text[:400]}")

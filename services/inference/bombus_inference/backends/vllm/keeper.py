@@ -1,8 +1,8 @@
 """Runs one command as a child, and ends all of the command's processes when the command ends.
 
 When a vLLM server is killed, its engine's processes keep running, each holding gigabytes of memory. This keeper is in
-the same process group as they are. It kills the whole group, including itself, when the command ends, when the keeper
-is terminated, or when the process that started it dies. It imports nothing from bombus, so that it stays small.
+the same process group as those processes. It kills the whole group, including itself, when the command ends, when the
+keeper is terminated, or when the process that started it dies. It imports nothing from bombus, so that it stays small.
 """
 
 import ctypes

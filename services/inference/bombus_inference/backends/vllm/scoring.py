@@ -30,7 +30,8 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """The logprobs at temperature 1 of all tokens of a sequence but the first, and the alternatives to each token."""
+    """A sequence's logprobs at temperature 1, for all tokens but the first, and the alternatives to each of those
+    tokens."""
 
     logprobs: list[float]
     tops: list[TopLogprobs]

@@ -60,7 +60,7 @@ def has_tokenizer(policy: Policy) -> bool:
 
 
 def serves_beside(policy: Policy, compute: ComputeSettings) -> bool:
-    """Return whether adapters are served beside the policy, which is then the model that they apply to."""
+    """Return whether adapters are served beside the policy, in which case they are applied to the policy's model."""
     return policy.beside and policy.version == 0 and policy.adapter is None and compute.adapters_bytes > 0
 
 

@@ -5,13 +5,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
 class WeightSwap:
-    """Mixed into vLLM's worker (`--worker-extension-cls`) and called through `/collective_rpc`."""
+    """A mixin for vLLM's worker (`--worker-extension-cls`), whose methods are called through `/collective_rpc`."""
 
     def swap_model(self, weights_path: str) -> None:
         """Replace the model that every request uses, including running requests.
 
-        On a CPU, vLLM computes with a packed copy of each layer. Its `reload_weights` repacks only the layers for which
-        the file has tensors. It has none for an output layer that shares the embedding's weights (vLLM 0.32).
+        On a CPU, vLLM computes with a packed copy of each layer. Its `reload_weights` repacks only layers that have
+        tensors in the file. An output layer that shares the embedding's weights has none, so it is repacked here (vLLM
+        0.32).
         """
         self.reload_weights(weights_path=weights_path)  # type: ignore[attr-defined]
         for layer in self.get_model().modules():  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ class VllmChoice(Struct):
 
 
 class VllmChunk(ServerAnswer):
-    """One server-sent event, or the whole answer of a request that is not streamed."""
+    """One server-sent event, or the whole answer to a request that is not streamed."""
 
     choices: list[VllmChoice] = msgspec.field(default_factory=list)
 
@@ -75,7 +75,8 @@ def request_body(request: Generate, prompt: list[int], tokens_max: int, model: s
 
 
 def parse_deltas(data: bytes, run: int, top_logprobs: int) -> list[ChoiceDelta]:
-    """Parse one event or answer, sampled by weights of `run`. Raises `BackendFailed`."""
+    """Parse one event or answer. Raises `BackendFailed` if it is an error or invalid, or if not all of its tokens are
+    from weights of `run`."""
     chunk = _chunks.decode(data)
     chunk.check()
     return [_delta(choice, run, top_logprobs, chunk.cached_prompt_tokens) for choice in chunk.choices]

@@ -1,7 +1,7 @@
 """Attention over a flat row of trie segments: each segment attends to all of its ancestors, and causally to itself.
 
 It is registered with transformers under a name, so that a model's own layers call it. Segments of similar size are
-computed together: `WASTE_MAX` limits the padding inside a block, which never reaches the model's other layers.
+computed together, as a block. `WASTE_MAX` limits a block's padding, which never reaches the model's other layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ MASK_ALIGNMENT = 8  # fused kernels copy a mask unless its rows start at multipl
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """B segments attended together: padded rows of their queries [B, Q] and keys [B, K].
+    """B segments whose attention is computed together: padded rows of their queries [B, Q] and keys [B, K].
 
     A segment's keys are its ancestors' tokens in order, then its own tokens. So query i attends to keys up to offset +
     i, and a key's index is its position in the sequence. Padding comes last, so only padding attends to it. A padded
@@ -69,7 +69,8 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class TrieAttention:
-    """The attention of one bin, as tensors. `where_T` is the index of each token's result in all blocks' results."""
+    """One bin's attention, as tensors. The results of all blocks are concatenated, and `where_T` is the index of each
+    token's result among them."""
 
     blocks: tuple[Block, ...]
     where_T: Tensor

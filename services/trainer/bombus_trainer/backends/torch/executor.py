@@ -38,7 +38,7 @@ PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
 def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
     """Replace the sampler's unknown (NaN) logprobs with those of the old policy.
 
-    The correction of those tokens is then 1.
+    Those tokens then have a correction factor of 1.
     """
     sampler_N = scored.terms["sampler_logprobs_N"]
     known_N = torch.where(torch.isnan(sampler_N), old_N.to(sampler_N.dtype), sampler_N)

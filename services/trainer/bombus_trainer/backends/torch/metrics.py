@@ -61,7 +61,8 @@ class Tally:
         self._flops += flops
 
     def note_terms(self, ids_N: Ints, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
-        """Count N tokens, the terms `ids_N` of the batch. `sampler_N` is NaN where the sampler's logprob is unknown."""
+        """Count N tokens, which are the terms `ids_N` of the batch. `sampler_N` is NaN where the sampler's logprob is
+        unknown."""
         self._computed_ids.append(ids_N)
         self._masked_ids.append(ids_N[loss.masked_N.cpu().numpy()])
         known_N = ~sampler_N.isnan()
@@ -110,8 +111,9 @@ class Tally:
     def metrics(self, peak_flops: float | None = None) -> dict[str, float]:
         """Return the metrics.
 
-        `tokens_unshared` and `tokens_padded` are how many tokens the same sequences would take without shared prefixes,
-        and with padding. `mfu` is the fraction of the peak that was reached; without `peak_flops` it is left out.
+        `tokens_unshared` is how many tokens the same sequences would take without shared prefixes, and `tokens_padded`
+        how many they would take with padding. `mfu` is the fraction of the peak that was reached; without `peak_flops`
+        it is left out.
         """
         computed, unshared, padded = self._tokens
         return {

@@ -1,4 +1,5 @@
-"""The model that is trained: logprobs of a bin's terms with gradients, and its weights for inference servers."""
+"""The model that is trained: computes the logprobs of a bin's terms, with gradients, and yields the weights for
+inference servers."""
 
 import copy
 import logging
@@ -188,8 +189,8 @@ class PolicyModel:
             return Disagreement.between(ours, [reference_logprobs(self._model, sequence) for sequence in sequences])
 
     def check_gradients(self) -> None:
-        """Raise `EngineFault` if the gradients of a miniature of this model differ from those of transformers' own
-        passes.
+        """Raise `EngineFault` if the gradients computed for a miniature of this model differ from those of
+        transformers' own passes.
 
         The miniature has windows short enough to end within the prefix that sequences share. The model itself is not
         used, because a backward pass may not fit in memory, and long windows may take too long at load. A process
@@ -245,7 +246,7 @@ class PolicyModel:
             yield name, (value.detach() if adapter is None else adapter.merged()).to(self._exported_as(value))
 
     def canary_logprobs(self, part: ModelPart = ModelPart.MODEL) -> tuple[float, ...]:
-        """Compute the canary with the weights as they are published, with the adapters that are switched on.
+        """Compute the canary's logprobs from the weights as published, with the adapters that are switched on.
 
         `part` is `MODEL` if the adapters are published merged into the model, in the export precision.
         """
@@ -265,8 +266,8 @@ class PolicyModel:
         return self.export_dtype if isinstance(value, nn.Parameter) else value.dtype
 
     def _dense(self) -> Iterator[tuple[str, Tensor, LoraLinear | None]]:
-        """Yield all weights except adapters, each with its adapter if any, and the persistent buffers, in the order of
-        the file.
+        """Yield all weights except those of adapters, each with its adapter if it has one, and the persistent buffers,
+        in the order of the file.
 
         Tied weights appear once, under the first of their names. Tensors with wide elements come first, so that each
         tensor begins at a multiple of its element size.
@@ -284,7 +285,7 @@ class PolicyModel:
 def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
     """Return the precision of the weights that replicas get. Raises `EngineFault` if the model cannot be read.
 
-    `auto` is the precision of the model's folder. (On a CPU such a model still computes in float32: without AMX, a CPU
+    `auto` is the precision of the model's folder. (A CPU computes in float32 even if that is bfloat16: without AMX, it
     multiplies bfloat16 matrices at a quarter of the speed.)
     """
     dtype = settings.job.model.dtype

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Arriving:
-    """Whole tensors that are read from a stream as far as they are needed, and the sum of the bits of all of them."""
+    """Whole tensors, read from a stream only as they are needed, and the sum of the bits of all tensors in the
+    stream."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = iter(tensors)
@@ -53,7 +54,8 @@ def gathered_canary(
 ) -> tuple[tuple[float, ...], str]:
     """Return the canary's logprobs with the parameters in `tensors`, and the sum of the bits of `tensors`.
 
-    `model` is from `skeleton`, and keeps some of the parameters. `adapters` are by their names in a file.
+    `model` is from `skeleton`, and keeps some of the parameters. `adapters` maps the names of adapter tensors in a file
+    to the tensors.
     """
     arriving = Arriving(tensors)
     names = {module: name for name, module in model.named_modules()}
@@ -85,8 +87,8 @@ def skeleton(
 ) -> "PreTrainedModel":
     """Return a model with these buffers, whose parameters have no values.
 
-    Raises `EngineFault` if it has a tower for images, which would need weights too, or if its parameters have other
-    names than in its files, where they are `stored`.
+    Raises `EngineFault` if the model has an image tower, which would need weights too, or if a parameter's name is not
+    in `stored`, the names in the model's files.
     """
     if hasattr(config, "vision_config"):
         raise EngineFault("this model has a tower for images")

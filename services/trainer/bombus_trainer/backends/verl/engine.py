@@ -202,8 +202,8 @@ def _check_splitting(config: "PretrainedConfig", ranks: int) -> None:
 
 
 def _check_packing(engine: Any, tokens: int) -> Disagreement:
-    """Compare the logprobs of two sequences of about `tokens` tokens in one micro-batch with those of each sequence
-    alone.
+    """Compare the logprobs of two sequences (of about `tokens` tokens each) computed in one micro-batch with those
+    computed for each sequence alone.
 
     verl computes with transformers' own attention, so the possible errors are that sequences in a row see each other,
     or that a window is counted from the beginning of the row. Raises `EngineFault` if the model changes its head's
@@ -214,7 +214,8 @@ def _check_packing(engine: Any, tokens: int) -> Disagreement:
 
 
 def _check_parts(engine: Any, tokens: int) -> Disagreement:
-    """Compare sequences in rows that ranks share with transformers' own forward pass of each sequence on one rank.
+    """Compare the logprobs of sequences whose rows are split over ranks with those from transformers' own forward pass,
+    in which one rank computes each sequence alone.
 
     A layer that uses earlier tokens other than through attention would start over in each part of a row. To detect
     this, each sequence is also computed as a separate row, which is then split in the middle of the sequence.
@@ -330,7 +331,8 @@ def training(engine: Any) -> Iterator[None]:
 
 
 def compute(engine: Any, micro_batch: MicroBatch, loss: LossOfBatch, backward: bool) -> None:
-    """Pass a micro-batch through the model. `loss` is called with its `model_output`, and returns loss and metrics."""
+    """Pass a micro-batch through the model. verl passes the `model_output` to `loss`, which returns the loss and its
+    metrics."""
     from verl.utils.tensordict_utils import get_tensordict
 
     options = {
@@ -366,7 +368,7 @@ def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tu
     """Yield weights as verl exports them: experts that transformers fuses into one tensor are split into separate
     tensors.
 
-    Families whose files name experts differently than verl does (such as w1) keep the fused tensors.
+    The tensors stay fused in families whose files use other names for experts than verl does (w1, for example).
     """
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 

@@ -265,7 +265,8 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return {name: Shape(value.dtype, tuple(value.shape)) for name, value in stored}
 
     def _dense_weights(self, with_adapters: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole model under its Hugging Face names, one tensor at a time, adapters merged or left out."""
+        """Yield the whole model under its Hugging Face names, one tensor at a time, with adapters either merged or left
+        out."""
         adapters = dict(self._adapter_shards()) if with_adapters else {}
         whole = ((name, self._merged(name, value, adapters).to(dtype)) for name, value, dtype in self._dense())
         return verl_engine.as_stored(whole, self._engine)

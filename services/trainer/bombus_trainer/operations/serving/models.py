@@ -1,4 +1,4 @@
-"""The models of a run in this process: executes operations on them, and re-executes operations after a crash."""
+"""Holds a run's models in this process: executes operations on them, and re-executes operations after a crash."""
 
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterable
@@ -96,8 +96,8 @@ class ServedModels:
     async def make_again(self, model: ClientModel, rebuild: Rebuild) -> None:
         """Rebuild a model: load its recovery checkpoint, and re-execute the operations since then.
 
-        If the recovery checkpoint is gone, or trainers do not survive re-executing an operation, a checkpoint of the
-        model's client is used instead, provided that the log has the operations after it.
+        If the recovery checkpoint is gone, or trainers do not survive re-executing an operation, a checkpoint that the
+        model's client saved is used instead, provided that the log has the operations after it.
 
         Raises `EngineFault` or `LogCorrupted` if the model cannot be rebuilt, because a file or a body is gone.
         """
@@ -134,7 +134,7 @@ class ServedModels:
         return begun
 
     def _load(self, model: ClientModel, checkpoint: ModelCheckpointed) -> int | None:
-        """Load a model's recovery checkpoint, or else a checkpoint of its client.
+        """Load a model's recovery checkpoint, or else one that its client saved.
 
         Returns the number of the last operation in it.
         """
@@ -164,7 +164,8 @@ class ServedModels:
         return None
 
     async def _named_by(self, model: ClientModel) -> set[str]:
-        """Return the checkpoints that a model's operations read, both those to re-execute and waiting ones."""
+        """Return the checkpoints that a model's operations read, whether those operations are re-executed or still
+        waiting."""
         found: set[str] = set()
         for queued in model.again():
             if queued.op not in READING or queued.body is None or (queued.waits and queued.reads_removed):
@@ -219,8 +220,8 @@ class ServedModels:
         return found if isinstance(found, Failed) else Failed(error=LOST, category=category)
 
     async def _read_again(self, queued: Queued) -> Operation:
-        """Return an operation that was executed. If it failed and its body is gone, assume that it spoiled the
-        gradient.
+        """Read an operation that has already been executed. If it failed and its body is gone, assume that it spoiled
+        the gradient.
 
         If that assumption is wrong, the next step fails unnecessarily, which is better than a step with a different
         gradient.
@@ -345,7 +346,7 @@ class ServedModels:
         )
 
     def _was_loaded(self, name: str) -> bool:
-        """Return whether any model has loaded this checkpoint and has not written a recovery checkpoint since."""
+        """Return whether any model has loaded this checkpoint and has had no recovery checkpoint since."""
         return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
 
     # ---- recovery checkpoints ----------------------------------------------------------------------------------------

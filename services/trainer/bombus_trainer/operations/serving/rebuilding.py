@@ -1,4 +1,4 @@
-"""Announces attempts to rebuild a model on the log, to limit the attempts that trainers do not survive (R17)."""
+"""Announces on the log each attempt to rebuild a model, to limit the attempts that trainers do not survive (R17)."""
 
 from collections.abc import Awaitable, Callable
 
@@ -16,12 +16,12 @@ class Rebuild:
     """One trainer's attempt to rebuild a model.
 
     The first trainer only announces that it begins, and later that it has survived. If it does not survive, later
-    trainers announce each operation before they re-execute it. So unrelated kills of trainers do not add up, and the
-    announcements show the number of an operation that several trainers did not survive.
+    trainers announce each operation before they re-execute it. Trainers that were killed for unrelated reasons
+    therefore do not add up, and the announcements show which operation several trainers did not survive.
     """
 
     def __init__(self, model: ClientModel, trainer_epoch: int, executions_max: int, say: Say | None) -> None:
-        """Without `say`, nothing is announced, because this trainer has already survived an attempt."""
+        """`say` is None if this trainer has already survived an attempt; nothing is announced then."""
         self._name = model.name
         self._is_in_doubt = model.rebuilding_by not in (0, trainer_epoch)
         self._deadly = model.deadly(executions_max, trainer_epoch)
@@ -31,8 +31,8 @@ class Rebuild:
         self._has_begun = False
 
     async def rescued_from(self) -> int:
-        """Return the operation that no trainer survives, or 0. A checkpoint saved after that operation can be loaded
-        instead.
+        """Return the number of the operation that no trainer survives, or 0 if there is none. A checkpoint saved after
+        that operation can be loaded instead.
 
         Raises `NoneSurvived` if trainers did not survive loading such a checkpoint either.
         """

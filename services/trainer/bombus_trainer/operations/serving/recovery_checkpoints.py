@@ -16,7 +16,7 @@ SHARE = 10.0  # writing a model's recovery checkpoints takes at most 1 / SHARE o
 
 @dataclass
 class CheckpointClock:
-    """Tells when a model needs a recovery checkpoint.
+    """Determines when a model's next recovery checkpoint is due.
 
     `number` is the last operation that may have changed the model, and `checkpointed` the last one in its checkpoint.
     `bytes` is the total size of the operation bodies since that checkpoint, and `since_s` the time when the first of

@@ -1,1 +1,1 @@
-"""LoRA adapters in the torch backend: the engine's own policy's adapter, and others that are served beside it."""
+"""LoRA adapters in the torch backend: the adapter of the engine's own policy, and others that are served beside it."""

@@ -1,4 +1,5 @@
-"""The weights that adapters apply to: the engine's weights when the run began, kept when the engine loads others."""
+"""The weights that adapters apply to: those that the engine had when the run began, kept when the engine loads
+others."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ class AdapterBase:
     """The model tensors that adapters apply to.
 
     These are the engine's own tensors until the engine's weights change. If an adapter has been loaded by then, this
-    object keeps copies of the tensors that change until the run ends; the copies take as much memory as the tensors.
+    object keeps copies of the tensors that change. The copies are kept until the run ends, and take as much memory as
+    the tensors.
     """
 
     def __init__(self, tensors: Callable[[], Mapping[str, Tensor]], version: int, *, is_base: bool) -> None:
@@ -28,7 +30,7 @@ class AdapterBase:
         return bool(self._kept)
 
     def want(self) -> None:
-        """Keep the base from now on. Raises `Refused` if this engine never had it or no longer has it."""
+        """Keep the base from now on. Raises `Refused` if this engine never had the base or no longer has it."""
         if self._gone:
             why = (
                 f"this replica has no base for adapters: its own weights are {self._gone}. Load adapters into "

@@ -1,5 +1,5 @@
-"""Finds the layers of a model that can have a separate adapter per row, by watching a forward pass, and checks
-adapters."""
+"""Finds the layers of a model that can have a separate adapter per row, by watching a forward pass, and checks that
+adapters fit these layers."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return the layers that can have a separate adapter for each row, including the output layer, with shapes [out,
     in].
 
-    They are plain linear layers that are called once with all rows of a pass. Other layers do not qualify: in some
+    These are plain linear layers that are called once with all rows of a pass. Other layers do not qualify. In some
     models another module reads a layer's weight directly, so an adapter would be ignored; in others a layer computes
     only the rows of one expert, so an adapter would be applied to the wrong rows.
     """

@@ -1,8 +1,8 @@
 """Linear layers that compute the rows of one pass with several adapters at the same time.
 
 The adapters of a pass are concatenated: A along its rows, B along its columns. In each row of the pass, the low-rank
-values of all other adapters are set to zero. So two matrix products serve all adapters, whatever their ranks, and a
-row's result does not depend on which other adapters are present.
+values of all adapters except the row's own are set to zero. So two matrix products serve all adapters, whatever their
+ranks, and a row's result does not depend on which other adapters are present.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ NO_ADAPTER_ROW, UNUSED_COLUMN = -1, -2
 
 
 class PassRows:
-    """Masks of the columns that do not belong to each row's own adapter, or None if no row of this pass has an
-    adapter."""
+    """The rows of a pass, as masks of the columns that do not belong to each row's own adapter. The masks are None if
+    no row has an adapter."""
 
     def __init__(self) -> None:
         self.whole_TR: Tensor | None = None  # for all rows of the pass
@@ -32,7 +32,7 @@ class SideBySide(nn.Linear):
     """A linear layer y = W x + B A x, where each row has its own adapter or none.
 
     In half precision it computes y = [W, B] [x, A x], for the reason given in `AdaptedLinear`. It shares its parameters
-    with the layer that it replaces, which still computes passes without adapters.
+    with the layer that it replaces, and that layer still computes passes without adapters.
     """
 
     def __init__(self, own: nn.Linear, rows: PassRows) -> None:
@@ -45,7 +45,8 @@ class SideBySide(nn.Linear):
         self._whole: Tensor | None = None  # [out, in + R] in half precision
 
     def set_columns(self, low_a: Tensor | None, low_b: Tensor | None) -> None:
-        """Set A [R, in] and B [out, R] of all adapters, with the scales included in B; None for no adapters."""
+        """Set A [R, in] and B [out, R] for all adapters, with the scales included in B. Both are None for no
+        adapters."""
         self._low_a, self._low_b, self._whole = low_a, None, None
         if low_b is None:
             return
@@ -72,7 +73,7 @@ class SideBySide(nn.Linear):
 
 
 class AdapterColumns:
-    """The columns of the adapters of a pass, in every layer of a model that any of the adapters changes."""
+    """The columns of a pass's adapters, in every layer of a model that is changed by any of the adapters."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -107,8 +108,8 @@ class AdapterColumns:
         self._build()
 
     def forget(self, address: str) -> None:
-        """Drop an adapter that is no longer loaded. Its columns stay until the next rebuild, or until no adapter is
-        left."""
+        """Drop an adapter that is no longer loaded. Its columns stay until the columns are next rebuilt, or until no
+        adapter is left."""
         if self._placed.pop(address, None) is None:
             return
         if self._placed:
@@ -117,8 +118,8 @@ class AdapterColumns:
             self.detach()
 
     def use_rows(self, addresses: Sequence[str], tokens: Sequence[int]) -> None:
-        """Set the adapters of the next pass: `addresses[i]`, or no adapter if it is "", applies to the next `tokens[i]`
-        rows."""
+        """Set the adapters for the next pass: `addresses[i]`, or no adapter if it is "", applies to the next
+        `tokens[i]` rows."""
         if not any(addresses):
             self._rows.whole_TR = self._rows.others_TR = None
             return

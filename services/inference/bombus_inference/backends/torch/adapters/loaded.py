@@ -8,7 +8,8 @@ from bombus_inference.backends.torch.adapters.own import LowRank
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter: its layers by name, and the scales multiplied into them. `rank` is the highest rank of any layer.
+    """An adapter: its layers by name, and the scales that were multiplied into them. `rank` is the highest rank of any
+    layer.
 
     `uses` is the number of open requests that use the adapter.
     """

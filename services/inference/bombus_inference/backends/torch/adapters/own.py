@@ -1,4 +1,5 @@
-"""LoRA adapters computed apart from the weights of a half-precision engine, since merging would round them away."""
+"""LoRA adapters that are computed apart from the weights of a half-precision engine, since merging them into the
+weights would round them away."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from bombus_inference.settings import ComputeSettings
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """The term B A that an adapter adds to a linear layer's weight: A [rank, in], and B [out, rank], scaled."""
+    """The term B A that an adapter adds to a linear layer's weight. A is [rank, in], and B is [out, rank] and includes
+    the scale."""
 
     low_a: Tensor
     low_b: Tensor
@@ -25,8 +27,8 @@ class LowRank:
 class AdaptedLinear(nn.Linear):
     """A linear layer with an adapter: y = [W, B] [x, A x], in one matrix product.
 
-    The sum is therefore rounded only once. Adding B A x in half precision to W x, which is already rounded, would lose
-    as much precision as merging the weights does.
+    The sum is therefore rounded only once. Adding B A x to W x in half precision, after W x has been rounded, would
+    lose as much precision as merging the weights does.
     """
 
     def __init__(self, layer: nn.Linear, low_rank: LowRank) -> None:
@@ -53,7 +55,8 @@ def is_computed_beside(settings: ComputeSettings) -> bool:
 
 
 def read_adapter(folder: Path, settings: ComputeSettings) -> dict[str, LowRank]:
-    """Return the adapter in `folder` by layer, in the engine's type and on its device. Raises `EngineFault`."""
+    """Return the adapter in `folder` by layer, in the engine's type and on its device. Raises `EngineFault` if it
+    cannot be read."""
     device, dtype = settings.device, getattr(torch, settings.precision)
     layers = Adapter(folder).layers()
     return {name: LowRank(low_a.to(device, dtype), low_b.to(device, dtype)) for name, low_a, low_b in layers}
@@ -72,8 +75,8 @@ def check_adapter(model: PreTrainedModel, adapter: Mapping[str, LowRank]) -> Non
 
 
 def set_adapter(model: nn.Module, adapter: Mapping[str, LowRank]) -> None:
-    """Replace a model's adapter with this one, which must have passed `check_adapter`. An empty one removes the
-    adapter."""
+    """Replace a model's adapter with this one, which must have passed `check_adapter`. An empty `adapter` removes the
+    model's adapter."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():
         if name in adapter:

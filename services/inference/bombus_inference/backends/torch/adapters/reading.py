@@ -16,9 +16,9 @@ RANK_MAX = 1024
 
 
 def read_loaded(address: str, folder: Path, settings: ComputeSettings) -> LoadedAdapter:
-    """Return the adapter in `folder`, in the engine's type and on its device. Raises `Refused`.
+    """Return the adapter in `folder`, in the engine's type and on its device. Raises `Refused` if it cannot be served.
 
-    `address` is the SHA-256 of the adapter's tensor file. If that file's metadata contains the configuration, it must
+    `address` is the SHA-256 of the adapter's tensor file. If that file's metadata contains a configuration, it must
     equal the configuration in the folder.
     """
     check_address(address)

@@ -35,7 +35,8 @@ class ServedAdapters:
         return self._own or self._base.is_apart
 
     def add(self, address: str, adapter: LoadedAdapter) -> list[str] | None:
-        """Load an adapter. Return the addresses of the adapters dropped to make room, or None if it was already loaded.
+        """Load an adapter. Return the addresses of the adapters that were dropped to make room, or None if it was
+        already loaded.
 
         Raises `Refused` if the adapter cannot be served.
         """
@@ -55,8 +56,8 @@ class ServedAdapters:
 
     @contextmanager
     def computing(self, addresses: Sequence[str], tokens: Sequence[int]) -> Iterator[None]:
-        """Compute a pass with adapters: `addresses[i]`, or no adapter if it is "", applies to the next `tokens[i]`
-        rows."""
+        """Make the pass that is computed in the block use adapters: `addresses[i]`, or no adapter if it is "", applies
+        to the next `tokens[i]` rows."""
         with self._base.in_place():
             self._columns.place(self._found(addresses))
             self._columns.use_rows(addresses, tokens)
@@ -69,11 +70,12 @@ class ServedAdapters:
         self._columns.keep_rows(index)
 
     def detach(self) -> None:
-        """Restore the model's own layers. Must be called before its weights are read or changed."""
+        """Restore the model's own layers. Call this before the layers' weights are read or changed."""
         self._columns.detach()
 
     def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:
-        """Keep the weights that adapters need before the tensors in `changed` change, or all tensors if it is None.
+        """Keep the weights that adapters need. Call this before the tensors in `changed` change, or all tensors if it
+        is None.
 
         Raises `EngineFault` if there is not enough memory.
         """
