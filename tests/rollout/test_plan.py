@@ -92,7 +92,7 @@ def test_tasks_are_played_once_unless_epochs_or_steps_say_otherwise(folder: Path
 def test_a_tilde_is_expanded_where_a_shell_leaves_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     assert options(out="~/runs", task="~/tasks.jsonl").out == folder / "runs"
-    with pytest.raises(ValidationError, match="~nobodyhere/runs is in the home of a user that does not exist"):
+    with pytest.raises(ValidationError, match="~nobodyhere/runs is in the home directory of a user who does not exist"):
         options(out="~nobodyhere/runs")
 
 

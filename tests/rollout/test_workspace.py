@@ -187,7 +187,7 @@ def test_a_repository_whose_files_are_elsewhere_is_refused(
     )
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "another"))
     if is_refused:
-        with pytest.raises(Refused, match=r"or working tree \(core.worktree\) is outside"):
+        with pytest.raises(Refused, match=r"which points to a git repository or working tree outside"):
             check_workspace(repository, tmp_path)
     else:
         assert check_workspace(repository, tmp_path) == repository

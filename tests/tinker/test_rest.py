@@ -144,5 +144,5 @@ def test_what_a_hive_does_not_have_is_refused_in_words(hive: Hive, service: Any,
     with pytest.raises(RuntimeError, match="whoami requires JWT"):
         rest.whoami().result()
     admin = tinker.AdminClient(base_url=hive.url, api_key="tml-key")
-    with pytest.raises(tinker.BadRequestError, match="bills nobody"):
+    with pytest.raises(tinker.BadRequestError, match="has no billing"):
         admin.get_audit_log().result()

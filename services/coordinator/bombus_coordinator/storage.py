@@ -60,7 +60,7 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
         name = f"stream {place.what}" if is_stream else place.what
         text = str if place.what == INODES else byte_size
         left = f"only {text(max(0, place.size - place.used))} of {text(place.size)} were left"
-        again = f"New work is accepted again once {text(int(FREE_AGAIN * place.reserve))} are free."
+        again = f"New work will be accepted once {text(int(FREE_AGAIN * place.reserve))} are free."
         raised = f" Or raise its limit with {limit_flag(place.what)}." if is_stream else ""
         oldest = _oldest_group(hive) if place.what == ROLLOUT_GROUPS else ""
         why = f"Storage is nearly full: {left} of {name}. {again} {_ADVICE.get(place.what, '')}{raised}{oldest}"

@@ -1,5 +1,5 @@
-"""Builds a tiny model with random weights and another model's architecture. Code that computes the one correctly also
-computes the other correctly.
+"""Builds a tiny model with random weights and the architecture of a given model. Code that runs the miniature correctly
+also runs the full model correctly.
 
 A miniature keeps everything that characterises a family: kinds of layers, caps, scales, sinks, rotary embeddings,
 groups of heads. Widths, counts and windows shrink, so that a short probe is longer than the windows.

@@ -46,7 +46,7 @@ def _digest(data: bytes) -> str:
 
 
 def _name_in(token: str) -> str | None:
-    """Return the object's name in the last part of its subject, or None if another program wrote there."""
+    """Decode an object's name from the last part of its subject. Return None if another program wrote the message."""
     try:
         return base64.urlsafe_b64decode(token).decode()
     except ValueError:

@@ -49,7 +49,7 @@ class Cluster(Part):
     data_dir: str = Field(default=".bombus", min_length=1, max_length=4096)
     durability: Annotated[
         Literal["process", "power"],
-        Flag(help="what acknowledged work survives: the end of any process, or a power cut too"),
+        Flag(help="failures that acknowledged work survives: the end of any process, or power cuts as well"),
     ] = "process"
     gateway: GatewayPart = GatewayPart()
     coordinator: CoordinatorPart = CoordinatorPart()

@@ -1,4 +1,4 @@
-"""YAML without anchors, aliases, merge keys, deep nesting and very long numbers, any of which can make a short text
+"""YAML without anchors, aliases, merge keys, deep nesting or very long numbers, any of which can make a short text
 costly to load.
 
 With them, 416 bytes took seven seconds to load, and 100 KB took more than a gigabyte of memory. Dates are read as text:

@@ -104,7 +104,9 @@ _RING = (
 )
 _EMPTY = (None, "")
 LIMITED: dict[str, Only] = {
-    "data_parallel_replicate_size": Only((1,), "backend verl shards over all of its processes; raise the shard size"),
+    "data_parallel_replicate_size": Only(
+        (1,), "the verl backend shards over all of its processes; raise the shard size"
+    ),
     "expert_parallel_size": Only((1,), f"no backend splits experts over processes, {_EXPERTS}"),
     "pipeline_parallel_size": Only((1,), f"no backend splits layers over processes, {_STAGES}"),
     "pipeline_parallel_virtual_stages": Only((1,), f"no backend splits layers over processes, {_STAGES}"),
@@ -141,7 +143,7 @@ Given = dict[str, object]  # our path -> value
 
 
 def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
-    """Read flat keys. Return the values by our paths, the key that set each value, and the keys without effect.
+    """Read flat keys. Return the values keyed by our own paths, the flat key behind each, and the keys without effect.
 
     Raises `Refused(BAD_CONFIG)` with the name of the key.
     """

@@ -119,7 +119,7 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
         "--client-keys-file",
         type=Path,
         metavar="FILE",
-        help="holds client keys by name, with caps for each, as JSON: "
+        help="a JSON file of client keys by name, with limits for each: "
         f'{{"alice": {{"key": "...", "open_max": 64, "waiting_max": 16}}}} (default: ${CLIENTS_VARIABLE})',
     )
     parser.add_argument(

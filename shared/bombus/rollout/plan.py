@@ -108,7 +108,7 @@ class RolloutOptions(BaseModel):
         try:
             return path.expanduser()
         except RuntimeError as error:
-            raise ValueError(f"{path} is in the home of a user that does not exist on this machine") from error
+            raise ValueError(f"{path} is in the home directory of a user who does not exist on this machine") from error
 
     @model_validator(mode="after")
     def _fit_together(self) -> "RolloutOptions":

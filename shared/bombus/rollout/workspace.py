@@ -97,8 +97,8 @@ def check_workspace(workspace: Path, scratch: Path, out: Path | None = None) -> 
     for git in _git_elsewhere(found):
         raise Refused(
             Code.BAD_CONFIG,
-            f"--workspace {workspace} has {git}, whose git repository or working tree (core.worktree) is outside, as "
-            "in a worktree or a submodule: agents would commit to the original. Give a clone instead",
+            f"--workspace {workspace} contains {git}, which points to a git repository or working tree outside the "
+            "workspace, as in a worktree or a submodule: agents would commit to the original. Pass a clone instead",
         )
     return found
 

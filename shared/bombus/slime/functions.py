@@ -89,7 +89,7 @@ def _not_here(module: str, name: str) -> str:
     while above not in NEEDED:
         above = above.rpartition(".")[0]
     what = f"{name} of {module}" if name else module
-    return f"it imports {what}, which bombus lacks: {NEEDED[above]}. docs/slime.md lists what is here"
+    return f"it imports {what}, which bombus lacks: {NEEDED[above]}. docs/slime.md lists what is supported"
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -214,8 +214,8 @@ async def test_what_a_hive_does_not_have_is_refused_in_words(hive: OperationHive
     asked = (
         ("PUT", "sessions/s/project", "no projects"),
         ("POST", "copy_weights", "not copied here"),
-        ("GET", "audit", "bills nobody"),
-        ("GET", "billing/usage/events", "bills nobody"),
+        ("GET", "audit", "has no billing"),
+        ("GET", "billing/usage/events", "has no billing"),
     )
     for method, path, why in asked:
         answer = await client.request(method, path, json={})

@@ -35,7 +35,7 @@ def test_the_reward_is_in_one_of_two_files_whatever_the_exit_code(
         ({"reward.txt": ""}, "reward.txt has '', but a reward must be a number"),
         ({"reward.txt": "nan"}, "reward.txt has 'nan', but a reward must be a number"),
         ({"reward.txt": "x" * 70_000}, "reward.txt has over 65536 bytes"),
-        ({"reward.json": "[1]"}, "reward.json is not an object of rewards"),
+        ({"reward.json": "[1]"}, "reward.json is not a JSON object that maps names to rewards"),
         ({"reward.json": "{}"}, "reward.json has no reward in it"),
         ({"reward.json": '{"reward": 1, "b": "0.5"}'}, "reward.json has '0.5', but a reward must be a number"),
         ({"reward.json": '{"reward": null}'}, "reward.json has 'None', but a reward must be a number"),

@@ -124,5 +124,5 @@ def find_thinking(
 
 
 def _is_another(text: str | None, taken: Mapping[str, str]) -> bool:
-    """Return whether `text` is a rendering that differs from the renderings with all other efforts."""
+    """Return whether `text` was rendered and differs from the rendering for every effort in `taken`."""
     return text is not None and text not in taken.values()

@@ -15,8 +15,8 @@ REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # outside this range, logits may o
 BIAS_MAX = 100.0  # OpenAI's limit; vLLM clamps larger values to it
 BIASED_TOKENS_MAX = 1024
 NO_ADAPTERS = (
-    "this replica serves no adapters besides its own policy; the torch backend does with --adapters-mb above 0, and "
-    "vLLM does in an operations run"
+    "this replica serves no adapters besides its own policy; to serve them, use the torch backend with --adapters-mb "
+    "above 0, or vLLM in an operations run"
 )
 
 

@@ -277,7 +277,7 @@ class AsyncEnvPool:
     ) -> list[T | InfraError]:
         """Play a task `n` times concurrently, each in its own session, and return the results in order.
 
-        If the pool was made with a rollout or a task, the call needs to give only the other.
+        If the pool was created with a rollout or a task, only the other one has to be passed here.
 
         A rollout whose environment was lost is replayed in another session, with up to `retries` replays for the whole
         group. After that, its `InfraError` takes the place of a result. Any other error in a rollout cancels the others

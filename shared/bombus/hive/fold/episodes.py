@@ -1,4 +1,4 @@
-"""The fold of events of episodes: claims, calls, ends, the pool, and batches."""
+"""Folds the events about episodes: claims, calls, ends, the pool, and batches."""
 
 from collections.abc import Iterable
 from typing import TypeVar

@@ -212,7 +212,7 @@ class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
     `closes` says that the operation ended the model. `made` is the shape of the model if this is the operation that
     created the model, `saved` the checkpoint that was saved, and `loaded` a hash of the checkpoint that was loaded.
-    `step` counts the model's optimizer steps. `by_server` says that the operation failed through the server's fault.
+    `step` counts the model's optimizer steps. `by_server` says that the failure was the server's fault.
     """
 
     run: int

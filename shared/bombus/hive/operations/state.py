@@ -40,7 +40,7 @@ class Queued(msgspec.Struct, kw_only=True):
     reads: str = ""  # the saved model that it loads
     reads_removed: bool = False  # whether that saved model was removed while the operation waited
     loaded: str = ""  # a hash of the checkpoint that it loaded
-    by_server: bool = False  # whether it failed through the server's fault
+    by_server: bool = False  # whether the failure was the server's fault
 
     @property
     def waits(self) -> bool:

@@ -134,7 +134,7 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
 
     @property
     def sequences(self) -> int:
-        """Return how many sequences batches can take. Held groups are not counted."""
+        """Return the number of sequences available for batches, not counting held groups."""
         return self.others.sequences + sum(each.share.sequences for each in self.environments.values())
 
     @property

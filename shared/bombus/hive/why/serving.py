@@ -46,8 +46,8 @@ def trainer(view: View, engine: EngineState, does: str, since_ns: int) -> Iterat
 
 
 def training(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield what a run waits for after a batch was sealed: the training step, the publication of its weights, or
-    replicas."""
+    """Yield what a run is waiting for once a batch has been sealed: the training step, the publication of its weights,
+    or replicas that have yet to load them."""
     done = engine.step_done
     if engine.batch is not None:
         yield from trainer(view, engine, f"has had step {engine.batch.step} pending", engine.batch.at_ns)

@@ -179,7 +179,7 @@ def evaluation_falls(seen: Seen) -> RunFinding | None:
         return None
     return seen.found(
         FaultKind.EVALUATION_FALLS,
-        f"the evaluation reward fell from {then.mean:.3g} to {now.mean:.3g}, and the training reward did not",
+        f"the evaluation reward fell from {then.mean:.3g} to {now.mean:.3g}, but the training reward did not",
         "the policy memorises the tasks, or exploits a weakness of their reward: use more tasks, and read the best "
         "episodes",
     )

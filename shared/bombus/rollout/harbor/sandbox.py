@@ -1,4 +1,6 @@
-"""The sandbox of a task in Harbor's format: folders are mounted where the task says, and the machine is read-only."""
+"""The sandbox of a task in Harbor's format: folders are mounted where the task says, and all other files are
+read-only.
+"""
 
 import os
 import shutil

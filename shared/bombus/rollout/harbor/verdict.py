@@ -62,7 +62,7 @@ def _of_object(text: str) -> dict[str, float]:
     try:
         found = msgspec.json.decode(text, type=dict[str, object])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InfraError(f"{OBJECT} is not an object of rewards: {error}") from error
+        raise InfraError(f"{OBJECT} is not a JSON object that maps names to rewards: {error}") from error
     if not found:
         raise InfraError(f"{OBJECT} has no reward in it")
     return {name: _number(value, value, OBJECT) for name, value in found.items()}

@@ -146,7 +146,7 @@ def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued,
 
 
 def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
-    """Note that the current trainer cannot rebuild a model, or that it can rebuild the model again.
+    """Note that the current trainer cannot rebuild a model, or that it is able to rebuild the model once more.
 
     A reason that is already on the log is noted again if the trainer has just tried to rebuild the model, or if
     trainers died trying.

@@ -179,7 +179,7 @@ class RestRoutes:
         )
 
     async def accounts(self, request: Request) -> Response:
-        raise Refused(Code.UNSUPPORTED, "A hive bills nobody and has no organization; its log shows what happened.")
+        raise Refused(Code.UNSUPPORTED, "A hive has no billing and no organizations; its log shows what was used.")
 
 
 def _path(request: Request) -> CheckpointPath:

@@ -77,7 +77,7 @@ class TrainedModel:
 
 
 def factors(adapters: Mapping[str, LoraLinear]) -> dict[str, nn.Parameter]:
-    """Return the trained factors of adapters by their names in a file."""
+    """Return the adapters' trained factors, keyed by the names that they have in an adapter file."""
     found: dict[str, nn.Parameter] = {}
     for layer, adapter in adapters.items():
         low_a, low_b = adapter_names(layer)
