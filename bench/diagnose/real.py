@@ -17,11 +17,11 @@ import aiohttp
 import msgspec
 
 from bombus.commands.demo import tiny_job
-from bombus.commands.diagnose import read_answers, read_series
 from bombus.demo import hive
 from bombus.demo.games import GameModel, GameTask, Letters, Played
 from bombus.demo.player import Player
 from bombus.demo.training import Training, TrainingPlan, Watcher
+from bombus.insight.runs import read_answers, read_runs
 from bombus.replay.diagnosis.findings import FaultKind
 from bombus.replay.diagnosis.steps import StepFigures
 from bombus.replay.opening import open_source
@@ -200,7 +200,7 @@ async def play(run: RealRun, number: int, folder: Path, url: str) -> "Recorded":
         finally:
             await training.player.close()
     async with open_source(Namespace(nats=None, data=folder / "hive", log=None, hive=None)) as source:
-        series = await read_series(source, f"main-{number}")
+        series = (await read_runs(source)).newest(f"main-{number}", source.title)
         await read_answers(source, series)
     for row in series.steps:
         row.sampled, row.trainer = [], {name: row.trainer[name] for name in KEPT if name in row.trainer}

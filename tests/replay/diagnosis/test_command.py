@@ -8,14 +8,16 @@ from random import Random
 import pytest
 
 from bombus.cli import main
-from bombus.commands.diagnose import FoundRuns, lines_of
+from bombus.commands.diagnose import lines_of
 from bombus.config.job import RunConfig
 from bombus.hive import events as ev
 from bombus.hive.events import AnyEvent, Collection, EpisodeType
+from bombus.hive.state import Hive
+from bombus.insight.runs import Runs
 from bombus.replay.archive import FileSource
 from bombus.replay.diagnosis.diagnose import diagnose
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
-from bombus.replay.source import Logged, NotOnLog
+from bombus.replay.source import NotOnLog
 from tests.logs.facts import TINY
 from tests.replay.diagnosis.rows import spread
 from tests.replay.diagnosis.test_steps import batch, completed, outcome
@@ -33,10 +35,10 @@ def started(engine: str = "main", run: int = 1, base: str = "", digest: str = "d
     return ev.EngineStarted(engine=engine, run=run, config_digest=digest, base=base)
 
 
-def found(name: str, *events: AnyEvent) -> FoundRuns:
-    runs = FoundRuns(name)
+def found(*events: AnyEvent) -> Runs:
+    runs = Runs(Hive())
     for seq, event in enumerate(events, 1):
-        runs.note(Logged(seq, 0, event, 0, 0))
+        runs.note(seq, event)
     return runs
 
 
@@ -91,22 +93,22 @@ def test_a_run_without_a_finding_whose_reward_has_not_risen_is_not_called_well(g
 
 def test_the_run_is_the_newest_of_the_engine_that_is_named() -> None:
     log: list[AnyEvent] = [configured(), started(), started(run=2), configured("other"), started("other")]
-    assert found("main", *log).chosen("log").name == "main-2"
-    assert found("main-1", *log).chosen("log").name == "main-1"
+    assert found(*log).newest("main", "log").name == "main-2"
+    assert found(*log).newest("main-1", "log").name == "main-1"
     with pytest.raises(NotOnLog, match="name one of main, other"):
-        found("", *log).chosen("log")
+        found(*log).newest("", "log")
 
 
 def test_a_run_without_steps_of_our_trainer_is_not_diagnosed() -> None:
     for other in (started(run=2, base="smollm2"), started(run=2, digest="")):
-        assert found("", configured(), started(), other).chosen("log").name == "main-1"
+        assert found(configured(), started(), other).newest("", "log").name == "main-1"
         with pytest.raises(NotOnLog, match="no run of a job"):
-            found("", configured(), other).chosen("log")
+            found(configured(), other).newest("", "log")
 
 
 def test_a_run_that_is_only_evaluated_has_no_step() -> None:
     ended = ev.EpisodeEnded(engine="main", run=1, client="x", type=EpisodeType.EVAL, outcomes=(outcome("a", "t", 1.0),))
-    series = found("main", configured(), started(), ended).chosen("log")
+    series = found(configured(), started(), ended).newest("main", "log")
     (line,) = lines_of(series, diagnose(series.steps, series.job), "log")
     assert line == "log: main-1 has completed no step: `bombus why` says what it waits for"
 
@@ -120,12 +122,12 @@ def test_events_of_other_engines_and_later_runs_do_not_count() -> None:
         started(),
         ended,
         theirs,
-        started(run=2),
-        later,
         batch(1, ("t", {"a": 1.0})),
         completed(1),
+        started(run=2),
+        later,
     ]
-    (row,) = found("main-1", *log).chosen("log").steps
+    (row,) = found(*log).newest("main-1", "log").steps
     assert (row.ended, row.rewards.count, row.rewards.mean) == (1, 1, 1.0)
 
 
@@ -137,6 +139,5 @@ def test_a_log_cut_anywhere_is_diagnosed(seed: int) -> None:
 
     chance, log = Random(seed), asyncio.run(events())
     start, end = sorted(chance.sample(range(len(log) + 1), 2))
-    runs = found("", configured(), started(), started(run=2), *log[start:end])
-    series = runs.chosen("log")
+    series = found(configured(), started(), started(run=2), *log[start:end]).newest("", "log")
     assert diagnose(series.steps, series.job) == []

@@ -19,6 +19,7 @@ from bombus.replay.diagnosis.answers import AnswerFigures
 from bombus.replay.diagnosis.statistics import Moments, Spread, mean, median
 
 STEPS_KEPT = 4096  # the newest steps; about 2 kB each
+EVALUATED_KEPT = 100_000  # evaluation episodes
 EPISODES_KEPT = 50_000  # episodes that are open, or have ended and are not in a batch yet
 TASKS_KEPT = 100_000  # tasks that were trained on
 NAMES_MAX = 32  # names of clients, data sets or metrics in one step; more are counted together
@@ -26,6 +27,17 @@ OTHERS = "(others)"
 RECENT = 5  # number of previous steps in which a task counts as repeated
 SAMPLED_GROUPS = 4  # groups of each step whose answers are read
 NO_FAULT = (AbortReason.ENGINE_STOPPED, AbortReason.SUPERSEDED)
+
+
+class EvaluatedEpisode(msgspec.Struct, frozen=True, array_like=True):
+    """An ended evaluation episode. `seq` is the event that ended it, and `version` the policy version that played."""
+
+    seq: int
+    version: int
+    task: str
+    data_set: str
+    reward: float
+    is_success: bool | None = None
 
 
 class SeenEpisode(msgspec.Struct):
@@ -43,15 +55,18 @@ class SeenEpisode(msgspec.Struct):
 class StepFigures(msgspec.Struct, kw_only=True):
     """The figures of one step: of its batch, of what ended while the batch was collected, and of its training.
 
-    `seq` is the event that sealed the batch. `silent` has the mean reward of each group without a signal. `clients` and
-    `data_sets` have the mean rewards of the batch's groups, since the episodes of a group are similar; `metrics` has
-    what episodes report, such as parts of rewards. `lengths` and `verdicts` correlate rewards with completion tokens
-    and with `is_success`. An evaluation episode counts towards the first batch sealed after the episode ended.
-    `sampled` has the task, the reward and the last call of episodes whose answers can be read.
+    `seq` is the event that sealed the batch, and `done_seq` the event that completed the step, at `done_ns`. `silent`
+    has the mean reward of each group without a signal. `clients` and `data_sets` have the mean rewards of the batch's
+    groups, since the episodes of a group are similar; `metrics` has what episodes report, such as parts of rewards.
+    `lengths` and `verdicts` correlate rewards with completion tokens and with `is_success`. An evaluation episode
+    counts towards the first batch sealed after the episode ended. `sampled` has the task, the reward and the last call
+    of episodes whose answers can be read.
     """
 
     step: int = 0
     seq: int = 0
+    done_seq: int = 0
+    done_ns: int = 0
     rewards: Spread = msgspec.field(default_factory=Spread)
     lowest: float = inf
     highest: float = -inf
@@ -62,6 +77,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     lengths: Moments = msgspec.field(default_factory=Moments)
     verdicts: Moments = msgspec.field(default_factory=Moments)
     tokens: Spread = msgspec.field(default_factory=Spread)
+    calls: Spread = msgspec.field(default_factory=Spread)  # of each episode
     successes: Spread = msgspec.field(default_factory=Spread)
     clients: dict[str, Spread] = {}
     data_sets: dict[str, Spread] = {}
@@ -69,6 +85,8 @@ class StepFigures(msgspec.Struct, kw_only=True):
     failed: int = 0  # episodes with a reward although they failed
     truncated: int = 0  # episodes that used up a budget
     ended: int = 0
+    open: int = 0  # episodes that were open when the batch was sealed
+    sampled_tokens: int = 0  # of all calls that were recorded while the batch was collected
     aborted: Counter[str] = msgspec.field(default_factory=Counter)  # keyed by kind of failure ("" if none is reported)
     stale: int = 0  # episodes dropped as too old
     unusable: int = 0  # episodes of the batch whose calls could not be read or trained on
@@ -92,6 +110,8 @@ class RunSeries:
         self.run = run
         self.job = job
         self.steps: list[StepFigures] = []
+        self.evaluated: deque[EvaluatedEpisode] = deque(maxlen=EVALUATED_KEPT)
+        self.started_ns = 0
         self._collected = StepFigures()  # what ended since the last batch was sealed
         self._sealed: StepFigures | None = None
         self._episodes: dict[str, SeenEpisode] = {}
@@ -114,7 +134,7 @@ class RunSeries:
             case ev.CallsNoted():
                 self._note_calls(event)
             case ev.EpisodeEnded():
-                self._end(event)
+                self._end(seq, event)
             case ev.EpisodeAborted() | ev.GroupDropped() | ev.EpisodesTaken():
                 self._lose(event)
             case ev.RollingStarted():
@@ -126,16 +146,21 @@ class RunSeries:
 
     def _note_calls(self, event: ev.CallsNoted) -> None:
         for call in event.calls:
+            self._collected.sampled_tokens += call.completion_tokens
             episode = self._episodes.get(call.episode)
             if episode and call.status == CallStatus.COMPLETE and not call.late and not call.masked:
                 episode.last_call, episode.calls = call.ref, episode.calls + 1
 
-    def _end(self, event: ev.EpisodeEnded) -> None:
+    def _end(self, seq: int, event: ev.EpisodeEnded) -> None:
         row = self._collected
         for outcome in event.outcomes:
             episode = self._episodes.setdefault(outcome.episode, SeenEpisode(event.at_ns))
             if event.type == EpisodeType.EVAL:
                 row.evaluated.add(outcome.reward)
+                played = EvaluatedEpisode(
+                    seq, event.version, outcome.task, outcome.data_set, outcome.reward, outcome.is_success
+                )
+                self.evaluated.append(played)
                 row.evaluated_known += outcome.task in self._trained_tasks
                 del self._episodes[outcome.episode]
                 continue
@@ -172,6 +197,7 @@ class RunSeries:
             _add_group(row, [each.reward for each in group.episodes], members)
             seconds += [member.seconds for member in members if member.outcome is not None]
         row.median_s, row.slowest_s = median(seconds), max(seconds, default=0.0)
+        row.open = sum(each.outcome is None for each in self._episodes.values())
 
     def _complete(self, seq: int, event: ev.StepCompleted) -> None:
         row, self._sealed = self._sealed, None
@@ -179,6 +205,7 @@ class RunSeries:
             row = StepFigures(step=event.step, seq=seq)
         else:
             row.training_s = seconds_between(self._sealed_ns, event.at_ns)
+        row.done_seq, row.done_ns = seq, event.at_ns
         row.trainer = {name: value for name, value in event.metrics.items() if isfinite(value)}
         left_out = {} if event.tokens is None else event.tokens.left_out
         stale = sum(fate == Fate.DROPPED_STALE for fate in left_out.values())
@@ -206,9 +233,10 @@ def _add_group(row: StepFigures, rewards: Sequence[float], members: Sequence[See
     row.verdicts.add_group([(reward, float(success)) for reward, success in verdicts if success is not None])
     _add_means(row.clients, [(member.client, outcome.reward) for member, outcome in known])
     _add_means(row.data_sets, [(outcome.data_set, outcome.reward) for _, outcome in known])
-    for _, outcome in known:
+    for member, outcome in known:
         reported = outcome.log_metrics
         row.tokens.add(outcome.completion_tokens)
+        row.calls.add(member.calls)
         row.failed += outcome.completion_tokens == 0 or reported.get("agent_failed", 0.0) >= 0.5
         row.truncated += outcome.failure is not None or reported.get("truncated", 0.0) >= 0.5
         if outcome.is_success is not None:

@@ -1,0 +1,164 @@
+"""The charts of a run: which figures each shows, and a chart as a Vega-Lite specification. Pure.
+
+A browser draws a specification with the scripts in the package `vl-convert-python`, which also draws it as SVG, PNG or
+PDF without a browser.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from bombus.insight.metrics import evaluation_metrics, step_metrics
+from bombus.replay.diagnosis.steps import RunSeries
+
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # an identifier: nothing is fetched from it
+Axis = Literal["step", "version", "minutes", "tokens"]
+AXES: dict[Axis, str] = {
+    "step": "step",
+    "version": "policy version",
+    "minutes": "minutes since the start",
+    "tokens": "tokens sampled so far",
+}
+Spec = dict[str, Any]
+
+
+class Chart(msgspec.Struct, frozen=True):
+    """What a chart shows. `metrics` are names of figures (see `step_metrics`), or prefixes that end in `*`.
+
+    A figure `NAME/mean` is drawn with a band of one standard deviation where `NAME/std` is known.
+    """
+
+    key: str
+    title: str
+    unit: str
+    metrics: tuple[str, ...]
+    about: str
+    by_version: bool = False  # the figures of evaluations (see `evaluation_metrics`)
+
+
+CHARTS = (
+    Chart(
+        "reward", "Reward", "reward", ("reward/mean", "data_set/*"), "mean over the batch and by data set, ± one std"
+    ),
+    Chart("held_out", "Held-out evaluation", "reward or share", ("held_out/*",), "by policy version", by_version=True),
+    Chart("signal", "Groups without signal", "share of groups", ("groups/without_signal",), "all rewards are equal"),
+    Chart("parts", "Reward components", "mean", ("reported/*", "reward/success_rate"), "as episodes report them"),
+    Chart("loss", "Loss", "loss", ("train/loss",), "mean over the updates of a step"),
+    Chart("grad_norm", "Gradient norm", "norm", ("train/grad_norm",), "before clipping"),
+    Chart("entropy", "Entropy", "nats per token", ("policy/entropy",), "of the policy on trained tokens"),
+    Chart(
+        "kl", "KL", "nats per token", ("policy/kl_reference", "policy/kl_sampler"), "to the reference; to the sampler"
+    ),
+    Chart(
+        "difference",
+        "Sampler and trainer logprobs",
+        "absolute difference",
+        ("policy/sampler_difference", "policy/sampler_difference_max"),
+        "mean and maximum over the trained tokens",
+    ),
+    Chart("ratio", "Importance ratio", "ratio", ("policy/ratio", "policy/ratio_max"), "mean and maximum"),
+    Chart(
+        "clipped",
+        "Clipped and masked tokens",
+        "share of tokens",
+        ("policy/clipped_share", "policy/masked_share", "policy/capped_share"),
+        "by the loss",
+    ),
+    Chart("age", "Age of samples", "policy versions", ("age/mean", "age/max"), "when they were trained on"),
+    Chart(
+        "stale", "Dropped episodes", "episodes", ("episodes/dropped_stale", "episodes/unusable"), "stale or unusable"
+    ),
+    Chart("length", "Length", "completion tokens", ("length/mean",), "of an episode, ± one std"),
+    Chart("truncated", "Truncated episodes", "share of episodes", ("length/truncated_share",), "used up a budget"),
+    Chart("turns", "Turns and tool calls", "per episode", ("turns/mean", "reported/tool_*"), "and failures of tools"),
+    Chart("errors", "Aborted episodes", "episodes", ("aborted/*", "episodes/failed_with_reward"), "by kind of failure"),
+    Chart("time", "Where the time goes", "seconds per step", ("time/*_s",), "collecting and training, and their parts"),
+    Chart("throughput", "Throughput", "tokens/s", ("tokens/sampled_per_s",), "sampled while a batch was collected"),
+    Chart("queue", "Open episodes", "episodes", ("queue/open_episodes",), "when the batch was sealed"),
+)
+OF: dict[str, Chart] = {chart.key: chart for chart in CHARTS}
+
+
+def points(chart: Chart, series: RunSeries, axis: Axis = "step", until: int | None = None) -> list[dict[str, Any]]:
+    """Return the points of a chart for one run: `x`, `y`, `figure` and, for a band, `low` and `high`.
+
+    `until` is the position of the log that is shown: later steps and evaluations are left out.
+    """
+    if chart.by_version:
+        played = (each for each in series.evaluated if until is None or each.seq <= until)
+        rows: Iterable[tuple[float, Mapping[str, float]]] = evaluation_metrics(played).items()
+    else:
+        rows = _rows(series, axis, until)
+    return [point for x, metrics in rows for point in _points(chart, x, metrics)]
+
+
+def _rows(series: RunSeries, axis: Axis, until: int | None) -> Iterator[tuple[float, dict[str, float]]]:
+    tokens = 0
+    for row in series.steps:
+        if until is not None and row.done_seq > until:
+            return
+        tokens += row.sampled_tokens
+        minutes = max(0, row.done_ns - series.started_ns) / 60e9
+        yield {"step": row.step, "version": row.step, "minutes": minutes, "tokens": tokens}[axis], step_metrics(row)
+
+
+def _points(chart: Chart, x: float, metrics: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    for name, y in metrics.items():
+        if not shows(chart, name):
+            continue
+        point = {"x": x, "y": y, "figure": name}
+        deviation = metrics.get(f"{name.removesuffix('/mean')}/std") if name.endswith("/mean") else None
+        if deviation is not None:
+            point |= {"low": y - deviation, "high": y + deviation}
+        yield point
+
+
+def shows(chart: Chart, name: str) -> bool:
+    """Return whether a chart shows a figure. Deviations are shown as bands, and counts of evaluations not at all."""
+    if name.endswith(("/std", "/episodes")):
+        return False
+    return any(_matches(pattern, name) for pattern in chart.metrics)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    start, star, end = pattern.partition("*")
+    return name == pattern if not star else name.startswith(start) and name.endswith(end)
+
+
+def spec(
+    chart: Chart, values: Sequence[Mapping[str, Any]], axis: Axis = "step", width: int | str = "container"
+) -> Spec:
+    """Return a chart of `points`, whose data are called `points`, so that a page can replace them.
+
+    Points may have a `run`: then each run has a colour, and its figures differ in their dashes.
+    """
+    x = {"field": "x", "type": "quantitative", "title": "policy version" if chart.by_version else AXES[axis]}
+    y = {"type": "quantitative", "scale": {"zero": False}}
+    compared = any("run" in each for each in values)
+    colour = {"field": "run" if compared else "figure", "type": "nominal", "title": None}
+    style: dict[str, Any] = {"color": colour}
+    if compared:
+        style["strokeDash"] = {"field": "figure", "type": "nominal", "title": None}
+    tips = [{"field": name, "type": "nominal"} for name in (("run", "figure") if compared else ("figure",))]
+    tips += [{**x, "title": x["title"]}, {"field": "y", "type": "quantitative", "title": chart.unit, "format": ".5g"}]
+    line = {"type": "line", "point": {"size": 12}, "strokeWidth": 1.5}
+    return {
+        "$schema": SCHEMA,
+        "description": f"{chart.title}: {chart.about}",
+        "width": width,
+        "height": 180,
+        "data": {"name": "points", "values": list(values)},
+        "layer": [
+            {
+                "mark": {"type": "area", "opacity": 0.15},
+                "transform": [{"filter": "isValid(datum.low)"}],
+                "encoding": {"x": x, "y": {**y, "field": "low", "title": chart.unit}, "y2": {"field": "high"}, **style},
+            },
+            {
+                "mark": line,
+                "params": [{"name": "zoom", "select": "interval", "bind": "scales"}],
+                "encoding": {"x": x, "y": {**y, "field": "y", "title": chart.unit}, **style, "tooltip": tips},
+            },
+        ],
+    }

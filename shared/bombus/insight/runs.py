@@ -1,0 +1,99 @@
+"""The runs of a log that train on jobs, each folded into figures by step."""
+
+from collections.abc import Callable
+from contextlib import aclosing
+
+from bombus.config.job import RunConfig
+from bombus.errors import LogCorrupted
+from bombus.hive import events as ev
+from bombus.hive.bounded import trim
+from bombus.hive.records import unpack_tokens
+from bombus.hive.state import Hive
+from bombus.replay.diagnosis.answers import SampledAnswer, figures_of
+from bombus.replay.diagnosis.steps import RunSeries
+from bombus.replay.logged_run import is_trained_elsewhere
+from bombus.replay.source import NotOnLog, Source
+
+ANSWERS_READ = 128  # number of newest steps whose answers are read: each takes 0.1 s if they are long
+RUNS_KEPT = 100  # the newest runs; each has up to 8 MB
+
+
+class Runs:
+    """The figures of every run of a job, keyed by names such as `main-2`, oldest first. `note` folds events in order.
+
+    `hive` is the state before the first event that is noted.
+    """
+
+    def __init__(self, hive: Hive) -> None:
+        self.series: dict[str, RunSeries] = {}
+        self._configured: dict[str, ev.EngineConfigured | None] = {}
+        self._current: dict[str, RunSeries] = {}  # by engine
+        for state in hive.engines.values():
+            self._configured[state.name] = state.active or state.configured
+            if state.started is not None:
+                self._begin(state.started)
+            self._configured[state.name] = state.configured
+
+    def note(self, seq: int, event: ev.AnyEvent) -> None:
+        if isinstance(event, ev.EngineConfigured):
+            self._configured[event.engine] = event
+        elif isinstance(event, ev.EngineStarted):
+            self._begin(event)
+        elif (series := self._current.get(event.engine)) is not None:
+            series.note(seq, event)
+
+    def _begin(self, started: ev.EngineStarted) -> None:
+        self._current.pop(started.engine, None)
+        config = self._configured.get(started.engine)
+        if config is None or started.base or is_trained_elsewhere(started):
+            return
+        series = RunSeries(started.engine, started.run, RunConfig.from_json(config.config))
+        series.started_ns = started.at_ns
+        self._current[started.engine] = self.series[series.name] = series
+        trim(self.series, RUNS_KEPT)
+
+    def newest(self, name: str, title: str) -> RunSeries:
+        """Return the run called `name`, or the newest run of the engine called `name`, or of the only engine if "".
+
+        Raises `NotOnLog`, whose message calls the log `title`, if there is no such run or if the engine is unclear.
+        """
+        found = {each.engine: each for each in self.series.values() if name in ("", each.engine, each.name)}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        if found:
+            raise NotOnLog(f"{title} has several engines: name one of {', '.join(sorted(found))}")
+        if self.series:
+            raise NotOnLog(f"{title} has no run or engine {name}; its runs are {', '.join(self.series)}")
+        raise NotOnLog(
+            f"{title} has no run of a job. Training operations and outside trainers make no steps that could be "
+            "shown: `bombus replay timeline` shows what they did"
+        )
+
+
+async def read_runs(source: Source, until: int | None = None, progress: Callable[[int], None] | None = None) -> Runs:
+    """Read the runs of a log, up to and including event `until` (default: the end). Raises `LogCorrupted`."""
+    hive, position = await source.base()
+    runs = Runs(hive)
+    async with aclosing(source.events(position, until)) as entries:
+        async for entry in entries:
+            runs.note(entry.seq, entry.event)
+            if progress is not None:
+                progress(entry.seq)
+    return runs
+
+
+async def read_answers(source: Source, series: RunSeries) -> None:
+    """Read the sampled answers of the newest steps. Steps whose calls are no longer kept get none."""
+    for figures in series.steps[-ANSWERS_READ:]:
+        try:
+            records = await source.records([call for _, _, call in figures.sampled])
+        except LogCorrupted:  # the calls were purged, or are not in this archive
+            continue
+        answers = [
+            SampledAnswer(
+                task, reward, unpack_tokens(record.prompt_tail), record.choices[0].token_ids(), record.parent is None
+            )
+            for (task, reward, _), record in zip(figures.sampled, records, strict=True)
+            if record.choices
+        ]
+        figures.answers = figures_of(answers)
