@@ -67,6 +67,8 @@ COMMANDS = {
     "why": Command("bombus.commands.why", "explain what is waiting for what, and who could end the wait", "server"),
     "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
     "diagnose": Command("bombus.commands.diagnose", "say what is wrong with a run's learning", "server"),
+    "report": Command("bombus.insight.report", "write one page about a run: charts, diagnosis, weights", "insight"),
+    "plot": Command("bombus.insight.plot", "draw one chart of one or several runs", "insight"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("", "inspect a hive's log: what happened, and why", "server", REPLAY),
     "audit": Command("bombus.commands.audit", "account for every sampled token of a hive's log", "server"),

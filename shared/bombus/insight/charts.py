@@ -20,6 +20,7 @@ AXES: dict[Axis, str] = {
     "minutes": "minutes since the start",
     "tokens": "tokens sampled so far",
 }
+MARKED = 400  # with fewer points, each has a mark
 Spec = dict[str, Any]
 
 
@@ -142,7 +143,7 @@ def spec(
         style["strokeDash"] = {"field": "figure", "type": "nominal", "title": None}
     tips = [{"field": name, "type": "nominal"} for name in (("run", "figure") if compared else ("figure",))]
     tips += [{**x, "title": x["title"]}, {"field": "y", "type": "quantitative", "title": chart.unit, "format": ".5g"}]
-    line = {"type": "line", "point": {"size": 12}, "strokeWidth": 1.5}
+    line = {"type": "line", "point": {"size": 12} if len(values) < MARKED else False, "strokeWidth": 1.5}
     return {
         "$schema": SCHEMA,
         "description": f"{chart.title}: {chart.about}",

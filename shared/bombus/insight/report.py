@@ -1,0 +1,181 @@
+"""`bombus report`: one self-contained HTML page about a run, without scripts or network access."""
+
+import argparse
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from bombus.config.job import RunConfig
+from bombus.errors import BombusError
+from bombus.figures import duration, one_line
+from bombus.insight.charts import CHARTS, points, spec
+from bombus.insight.drawing import svg
+from bombus.insight.runs import read_answers, read_runs
+from bombus.replay.diagnosis.diagnose import diagnose
+from bombus.replay.diagnosis.steps import RunSeries
+from bombus.replay.logged_run import LoggedRun, read_run
+from bombus.replay.moments import clock, date
+from bombus.replay.opening import add_source_arguments
+from bombus.replay.running import run_on_source
+from bombus.replay.source import Source
+from bombus.terminal import say
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PRINT_S = 120.0
+CHART_WIDTH = 340
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Writes one self-contained HTML page about a run: what `bombus diagnose` says, every chart with its numbers, "
+        "the ancestry of the weights, the configuration, and how to make the run again."
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        metavar="RUN",
+        help="main-2, or main for the newest run of this engine (default: the newest run of the only engine)",
+    )
+    add_source_arguments(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write (default: RUN.html)")
+    parser.add_argument(
+        "--pdf", type=Path, metavar="FILE", help="print the page to a PDF file too, with the Chromium or Chrome found"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_on_source("bombus report", _write, arguments)
+
+
+async def _write(source: Source, arguments: argparse.Namespace) -> None:
+    browser = None if arguments.pdf is None else _browser()
+    series = (await read_runs(source)).newest(arguments.name, source.title)
+    await read_answers(source, series)
+    logged = await read_run(source, series.engine, series.run)
+    out = arguments.out or Path(f"{series.name}.html")
+    out.write_text(page(series, logged, source.title, (await source.end()).seq), encoding="utf-8")
+    say(f"{out}: {len(series.steps)} steps of {series.name}")
+    if browser is not None:
+        await _print(browser, out, arguments.pdf)
+        say(f"{arguments.pdf}: the same, printed")
+
+
+def page(series: RunSeries, logged: LoggedRun, title: str, end: int) -> str:
+    """Return the page. `title` says where the log is stored, and `end` is the position of its last event."""
+    findings = diagnose(series.steps, series.job)
+    environment = Environment(
+        loader=PackageLoader("bombus.insight", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("report.html").render(
+        name=series.name,
+        summary=_summary(series),
+        findings=findings,
+        no_findings="No problem was found.",
+        charts=list(_charts(series)),
+        model=logged.job.model.path,
+        begun=logged.begun,
+        lineage=[_version(logged, number) for number in sorted({0, *logged.checkpoints, *logged.versions})],
+        digest=logged.job_digest,
+        again=_again(series, logged),
+        job=job_text(series.job),
+        release=version("bombus"),
+        title=title,
+        end=end,
+    )
+
+
+def job_text(job: RunConfig) -> str:
+    """Return a job as the YAML file that would start it again."""
+    text: str = yaml.safe_dump(job.to_yaml_mapping(), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _summary(series: RunSeries) -> str:
+    if not series.steps:
+        return "No step was completed."
+    first, last = series.steps[0], series.steps[-1]
+    took = f" in {duration((last.done_ns - series.started_ns) / 1e9)}" if series.started_ns else ""
+    return f"Steps {first.step} to {last.step}{took}, until {date(last.done_ns)} {clock(last.done_ns)}"
+
+
+def _charts(series: RunSeries) -> Iterator[tuple[Any, Markup | None, dict[str, Any]]]:
+    for chart in CHARTS:
+        found = points(chart, series)
+        drawn = Markup(svg(spec(chart, found, width=CHART_WIDTH))) if found else None  # its texts are escaped
+        figures = list(dict.fromkeys(point["figure"] for point in found))
+        by_x: dict[float, dict[str, float]] = {}
+        for point in found:
+            by_x.setdefault(point["x"], {})[point["figure"]] = point["y"]
+        rows = [(f"{x:g}", [_number(values.get(figure)) for figure in figures]) for x, values in by_x.items()]
+        yield chart, drawn, {"figures": figures, "rows": rows}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _version(logged: LoggedRun, number: int) -> dict[str, Any]:
+    step, done, ready = logged.steps.get(number), logged.checkpoints.get(number), logged.versions.get(number)
+    return {
+        "version": number,
+        "batch": f"event {step.seq}" if step else "",
+        "groups": len(step.batch.groups) or len(step.batch.rollout_groups) if step else "",
+        "checkpoint": done.checkpoint_digest if done else "",
+        "weights": ready.weights.sha256 if ready else "",
+    }
+
+
+def _again(series: RunSeries, logged: LoggedRun) -> list[str]:
+    lines = ["# the same job, with new episodes:", f"bombus up --config job.yaml --engine {series.engine}"]
+    if logged.steps:
+        step = min(logged.steps)
+        lines += ["# the same batches from the log, to the same bytes:"]
+        lines += [f"bombus replay train --engine {series.engine} --run {series.run} --step {step}"]
+    return lines
+
+
+def _browser() -> str:
+    """Return the program that prints pages. Raises `BombusError` if there is none."""
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        raise BombusError(
+            f"--pdf needs one of {', '.join(BROWSERS)}; or open the page in a browser, and print it there"
+        )
+    return found
+
+
+async def _print(browser: str, page: Path, pdf: Path) -> None:
+    """Print a page to a PDF file. Raises `BombusError` if the browser fails."""
+    with tempfile.TemporaryDirectory() as profile:
+        options = ["--headless", "--disable-gpu", "--no-pdf-header-footer", f"--user-data-dir={profile}"]
+        options += ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to sandbox what root starts
+        process = await asyncio.create_subprocess_exec(
+            browser,
+            *options,
+            f"--print-to-pdf={pdf.absolute()}",
+            page.absolute().as_uri(),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(PRINT_S):
+                _, complaint = await process.communicate()
+        except TimeoutError:
+            raise BombusError(f"{browser} did not print the page within {PRINT_S:.0f} s") from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    if process.returncode or not pdf.is_file():
+        last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
+        raise BombusError(f"{browser} could not print the page: {one_line(last[0])}")
