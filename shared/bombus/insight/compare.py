@@ -1,0 +1,117 @@
+"""Two runs side by side: what differs in their jobs, and by how much their figures differ, with confidence intervals.
+
+Pure. An interval covers the chance with which tasks enter a batch and answers are sampled. It does not cover what
+another seed would change: for that, compare several runs of each.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
+import msgspec
+
+from bombus.config.job import RunConfig
+from bombus.insight.metrics import step_metrics
+from bombus.replay.diagnosis.statistics import Spread
+from bombus.replay.diagnosis.steps import RunSeries, StepFigures
+
+NORMAL_95 = 1.96
+WINDOW = 10  # the newest steps that both runs have
+
+
+class JobDifference(msgspec.Struct, frozen=True):
+    """A setting that differs, such as `trainer.lr`, with its value in each run."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+class FigureDifference(msgspec.Struct, frozen=True):
+    """How much larger a figure is in the second run, as a mean over steps `first` to `last`. `low` and `high` bound the
+    95 % confidence interval. They are None for a figure whose noise is not known."""
+
+    name: str
+    first: int
+    last: int
+    means: tuple[float, float]
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def difference(self) -> float:
+        return self.means[1] - self.means[0]
+
+    @property
+    def is_certain(self) -> bool:
+        """Return whether the interval leaves out 0."""
+        return self.low is not None and self.high is not None and not self.low <= 0.0 <= self.high
+
+
+def job_differences(jobs: Sequence[RunConfig]) -> list[JobDifference]:
+    """Return the settings that are not the same in all jobs, in the order in which jobs have them."""
+    flat = [dict(_flat(job.model_dump(mode="json"))) for job in jobs]
+    names = dict.fromkeys(name for each in flat for name in each)
+    rows = (JobDifference(name, tuple(_text(each.get(name)) for each in flat)) for name in names)
+    return [row for row in rows if len(set(row.values)) > 1]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is None else value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def figure_differences(before: RunSeries, after: RunSeries, window: int = WINDOW) -> list[FigureDifference]:
+    """Return the differences over the newest `window` steps that both runs have completed, or none without such steps.
+
+    The noise of a reward comes from the groups of its batches; other figures are one number for each step, and their
+    noise is taken from their changes between consecutive steps, since a trend is not noise.
+    """
+    rows = [{row.step: row for row in series.steps} for series in (before, after)]
+    steps = sorted(rows[0].keys() & rows[1].keys())[-window:]
+    if not steps:
+        return []
+    chosen = [[of[step] for step in steps] for of in rows]
+    figures = [[step_metrics(row) for row in of] for of in chosen]
+    names = [name for name in figures[0][0] if all(name in each for of in figures for each in of)]
+    return [_difference(name, steps, chosen, [[each[name] for each in of] for of in figures]) for name in names]
+
+
+def _difference(
+    name: str, steps: Sequence[int], rows: Sequence[Sequence[StepFigures]], values: Sequence[Sequence[float]]
+) -> FigureDifference:
+    means = (sum(values[0]) / len(steps), sum(values[1]) / len(steps))
+    if name == "reward/mean":
+        variances = [_variance_of_groups(of) for of in rows]
+    else:
+        variances = [_variance_of_changes(of) for of in values]
+    known = [variance for variance in variances if variance is not None]
+    if len(known) < 2:
+        return FigureDifference(name, steps[0], steps[-1], means)
+    margin = NORMAL_95 * sqrt(sum(known))
+    difference = means[1] - means[0]
+    return FigureDifference(name, steps[0], steps[-1], means, difference - margin, difference + margin)
+
+
+def _variance_of_groups(rows: Sequence[StepFigures]) -> float | None:
+    """Return the variance of the mean reward over some steps, with groups as the independent units."""
+    total = Spread()
+    for row in rows:
+        for spread in row.data_sets.values():
+            total = Spread(total.total + spread.total, total.count + spread.count, total.squares + spread.squares)
+    return total.variance / (total.count - 1) if total.count > 1 else None
+
+
+def _variance_of_changes(values: Sequence[float]) -> float | None:
+    """Return the variance of the mean of values, estimated from their successive differences (von Neumann 1941)."""
+    if len(values) < 3:
+        return None
+    changes = [later - earlier for earlier, later in pairwise(values)]
+    return sum(change * change for change in changes) / (2 * len(changes)) / len(values)
