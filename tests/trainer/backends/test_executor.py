@@ -272,6 +272,8 @@ def test_after_the_first_update_on_a_batch_the_ratio_is_to_the_policy_from_befor
     metrics = executor.train_step(batch(), 1)
     assert metrics["updates"] == (2 if clipped else 1)
     assert metrics["clip_fraction"] > 0.05 if clipped else metrics["clip_fraction"] == 0.0
+    assert metrics["ratio_max"] > 1.00001 if clipped else metrics["ratio"] == metrics["ratio_max"] == 1.0
+    assert metrics["kl_sampler_abs_max"] >= metrics["kl_sampler_abs"] > 0.0
     assert metrics["kl_sampler"] == pytest.approx(
         Executor(folder, tiny_settings()).train_step(batch(), 1)["kl_sampler"]
     )

@@ -123,7 +123,7 @@ class Executor(StepBackend[Bin]):
         tally.note_flops(self.policy.flops(micro_batch, backward=True))
         if isfinite(loss):
             result.loss.backward()
-            tally.note_terms(micro_batch.terms.ids_N, result, old_N, sampler_N, scored.entropy_N.detach())
+            tally.note_terms(micro_batch.terms.ids_N, result, scored, old_N, sampler_N)
         return loss
 
     def reference_logprobs(self, micro_batch: Bin) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bombus_trainer.algorithms.kl import kl_k3
-from bombus_trainer.algorithms.losses import PolicyLoss
+from bombus_trainer.algorithms.losses import PolicyLoss, token_ratio
+from bombus_trainer.backends.torch.model import ScoredTerms
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.packing import Bin
 from bombus_trainer.data.sequences import Flags, Ints
@@ -27,6 +28,7 @@ class Tally:
         self.classes: dict[str, Flags] = {}  # masks of the batch's terms; each class has its own `kl_sampler_`
         self._sums: dict[str, float] = {}
         self._terms: Counter[str] = Counter()  # how many tokens each sum covers
+        self._maxima: dict[str, float] = {}
         self._updates: list[tuple[float, float]] = []  # (loss, gradient norm)
         self._left_out = 0
         self._computed_ids: list[Ints] = []
@@ -60,9 +62,8 @@ class Tally:
     def note_flops(self, flops: float) -> None:
         self._flops += flops
 
-    def note_terms(self, ids_N: Ints, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
-        """Count N tokens, which are the terms `ids_N` of the batch. `sampler_N` is NaN where the sampler's logprob is
-        unknown."""
+    def note_terms(self, ids_N: Ints, loss: PolicyLoss, scored: ScoredTerms, old_N: Tensor, sampler_N: Tensor) -> None:
+        """Count N tokens, the terms `ids_N` of the batch. `sampler_N` is NaN where the sampler's logprob is unknown."""
         self._computed_ids.append(ids_N)
         self._masked_ids.append(ids_N[loss.masked_N.cpu().numpy()])
         known_N = ~sampler_N.isnan()
@@ -71,20 +72,26 @@ class Tally:
         classes = {
             name: torch.from_numpy(of_batch[ids_N]).to(known_N.device) for name, of_batch in self.classes.items()
         }
+        distance_N = (of_old - of_sampler).abs()
+        ratio_N = token_ratio(scored.logprobs_N.detach(), old_N)
         columns = {
             "kl_sampler": kl_N,
             **{f"kl_sampler_{name}": kl_N[of_class_N[known_N]] for name, of_class_N in classes.items()},
-            "kl_sampler_abs": (of_old - of_sampler).abs(),
+            "kl_sampler_abs": distance_N,
+            "ratio": ratio_N,
             "clip_fraction": loss.clipped_N,
             "importance_capped": loss.capped_N,
             "masked_share": loss.masked_N,
-            "entropy": entropy_N,
+            "entropy": scored.entropy_N.detach(),
             "kl_reference": loss.kl_reference_N,
         }
         for name, values_N in columns.items():
             if values_N is not None and len(values_N):
                 self._sums[name] = self._sums.get(name, 0.0) + float(values_N.float().sum())
                 self._terms[name] += len(values_N)
+        for name, values_N in (("kl_sampler_abs_max", distance_N), ("ratio_max", ratio_N)):
+            if len(values_N):
+                self._maxima[name] = max(self._maxima.get(name, 0.0), float(values_N.max()))
 
     def noted_ids(self) -> tuple[Ints, Ints]:
         """Return which terms of the batch were counted since the last call, and which of them were masked."""
@@ -102,11 +109,14 @@ class Tally:
             self._left_out += 1
 
     def add(self, other: "Tally") -> None:
-        """Add another rank's FLOPs and sums for the same step. Times, tokens and updates remain this rank's own."""
+        """Add another rank's FLOPs, sums and maxima for the same step. Times, tokens and updates remain this rank's
+        own."""
         self._flops += other._flops
         self._terms.update(other._terms)
         for name, total in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total
+        for name, value in other._maxima.items():
+            self._maxima[name] = max(self._maxima.get(name, 0.0), value)
 
     def metrics(self, peak_flops: float | None = None) -> dict[str, float]:
         """Return the metrics.
@@ -121,6 +131,7 @@ class Tally:
             "updates": float(len(self._updates)),
             LEFT_OUT: float(self._left_out),
             **{name: total / self._terms[name] for name, total in self._sums.items()},
+            **self._maxima,
             "sequences": float(self._sequences),
             "bins": float(self._bins),
             **self._speed(peak_flops),

@@ -118,7 +118,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
                 of_loss = self._loss(scored, old_N[part], of_reference, self.settings)
                 if self._counts and of_loss.loss.isfinite():
                     of_sampler = of_terms["sampler_logprobs_N"]
-                    tally.note_terms(terms.ids_N[part], of_loss, old_N[part], of_sampler, scored.entropy_N.detach())
+                    tally.note_terms(terms.ids_N[part], of_loss, scored, old_N[part], of_sampler)
                 shares.append(of_loss.loss)
             total = torch.stack(shares).sum()
             share = float(total.detach()) if self._counts else 0.0
