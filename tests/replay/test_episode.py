@@ -236,7 +236,7 @@ def transcript_of(shown: str, advantage: float | None = 0.5) -> EpisodeTranscrip
     turn = Turn(
         number=1, call="c1", parent=0, parent_reply=0, role=shown, messages=(message,), prompt=shown, prompt_tokens=3,
         tools=({"function": {"name": shown, "description": shown}},), prompt_added=3, sampling=SamplingParams(),
-        variables={"tone": shown},
+        variables={"tone": shown}, began_s=0.2,
         replies=(TurnReply(tokens=tokens, finish="stop", message=message),), seconds=0.1, untrained="",
         advantage=advantage, auxiliary_call=shown, overridden=(shown,),
     )  # fmt: skip

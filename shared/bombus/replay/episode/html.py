@@ -1,10 +1,12 @@
 """An episode as one self-contained HTML page without scripts, fonts or network access. All text in it is escaped."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import exp
 from typing import Any
+
+import msgspec
 
 from bombus.replay.episode.style import STYLE
 from bombus.replay.episode.text import branch_lines, extends, facts, outcome
@@ -15,21 +17,38 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def page(transcript: EpisodeTranscript, where: str) -> str:
     """Return the whole document; `where` names the log that the episode was read from."""
-    largest = max((abs(turn.advantage) for turn in transcript.turns if turn.advantage is not None), default=0.0)
-    body = [
-        _head(transcript),
-        *(_turn(turn, largest) for turn in transcript.turns),
-        *(f'<p class="note">{_text(note)}</p>' for note in (*transcript.lost, *transcript.notes)),
-        f"<footer>bombus replay episode {_text(transcript.story.id)} · {_text(where)}</footer>",
-    ]
+    footer = f"<footer>bombus replay episode {_text(transcript.story.id)} · {_text(where)}</footer>"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(transcript.story.id)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(body)
-        + "\n</main>\n</body>\n</html>\n"
+        + f"{body(transcript)}\n{footer}\n</main>\n</body>\n</html>\n"
     )
+
+
+def body(transcript: EpisodeTranscript) -> str:
+    """Return the episode as part of a page that has the style sheet `STYLE`.
+
+    Each call's section says when the call began and ended, in seconds after the claim, as `data-began` and
+    `data-ended`.
+    """
+    largest = max((abs(turn.advantage) for turn in transcript.turns if turn.advantage is not None), default=0.0)
+    tokens = [token for turn in transcript.turns for reply in turn.replies for token in reply.tokens]
+    scales = TokenScales(largest, tuple(sorted({token.version for token in tokens if token.version >= 0})))
+    parts = [
+        _head(transcript, scales.versions),
+        *(_turn(turn, scales) for turn in transcript.turns),
+        *(f'<p class="note">{_text(note)}</p>' for note in (*transcript.lost, *transcript.notes)),
+    ]
+    return "\n".join(parts)
+
+
+class TokenScales(msgspec.Struct, frozen=True):
+    """What tokens are coloured relative to: the largest advantage of the episode, and its policy versions."""
+
+    advantage: float
+    versions: tuple[int, ...]
 
 
 def _text(text: str) -> str:
@@ -38,7 +57,7 @@ def _text(text: str) -> str:
     return escape(visible, quote=True)
 
 
-def _head(transcript: EpisodeTranscript) -> str:
+def _head(transcript: EpisodeTranscript, versions: Sequence[int]) -> str:
     story = transcript.story
     rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts(story))
     lines = "".join(
@@ -53,16 +72,24 @@ def _head(transcript: EpisodeTranscript) -> str:
 <legend>tokens coloured by</legend>
 <label><input type="radio" name="by" id="by-logprob" checked> how unlikely they were</label>
 <label><input type="radio" name="by" id="by-advantage"> advantage</label>
+<label><input type="radio" name="by" id="by-version"> policy version{_range_of(versions)}</label>
+<label><input type="radio" name="by" id="by-mask"> whether they are trained on</label>
 <span class="key"><span class="t m">not trained</span> · point at a token for its figures</span>
 </fieldset>
 </header>"""
+
+
+def _range_of(versions: Sequence[int]) -> str:
+    if not versions:
+        return ""
+    return f" ({versions[0]})" if len(versions) == 1 else f" ({versions[0]} to {versions[-1]})"
 
 
 def _link(number: int) -> str:
     return f'<a href="#call-{number}">call {number}</a>'
 
 
-def _turn(turn: Turn, largest: float) -> str:
+def _turn(turn: Turn, scales: TokenScales) -> str:
     facts = [
         _text(extends(turn)) if not turn.parent else f"extends {_link(turn.parent)}",
         f"{turn.prompt_tokens} prompt tokens, {turn.prompt_added} of them new",
@@ -85,8 +112,9 @@ def _turn(turn: Turn, largest: float) -> str:
     messages = "".join(_message(message) for message in turn.messages)
     shown = "" if turn.messages else " open"
     prompt = f"<details{shown}><summary>prompt tokens as text</summary><pre>{_text(turn.prompt)}</pre></details>"
-    replies = "".join(_reply(reply, turn, largest) for reply in turn.replies)
-    return f"""<section id="call-{turn.number}">
+    replies = "".join(_reply(reply, turn, scales) for reply in turn.replies)
+    times = f'data-began="{turn.began_s:.3f}" data-ended="{turn.began_s + turn.seconds:.3f}"'
+    return f"""<section id="call-{turn.number}" {times}>
 <h2>call {turn.number} <code>{_text(turn.call)}</code></h2>
 <p class="facts">{" · ".join(facts)}</p>
 {tools}{messages}{prompt}{replies}
@@ -115,8 +143,8 @@ def _call(function: Mapping[str, Any]) -> str:
     return f'<pre class="call">{_text(name)}({_text(arguments)})</pre>'
 
 
-def _reply(reply: TurnReply, turn: Turn, largest: float) -> str:
-    tokens = "".join(_token(token, turn.advantage, largest) for token in reply.tokens)
+def _reply(reply: TurnReply, turn: Turn, scales: TokenScales) -> str:
+    tokens = "".join(_token(token, turn.advantage, scales) for token in reply.tokens)
     calls = (reply.message or {}).get("tool_calls") or ()
     called = "".join(_call(call.get("function", {})) for call in calls)
     return (
@@ -125,20 +153,24 @@ def _reply(reply: TurnReply, turn: Turn, largest: float) -> str:
     )
 
 
-def _token(token: Token, advantage: float | None, largest: float) -> str:
+def _token(token: Token, advantage: float | None, scales: TokenScales) -> str:
     """Return a token as a `<span>`.
 
-    `--u` is how unlikely the token was, from 0 to 1, and `--a` its advantage relative to the largest in the episode.
+    `--u` is how unlikely the token was, `--a` its advantage relative to the largest in the episode, and `--v` the place
+    of its version among those in the episode, each from 0 to 1.
     """
     mine = advantage if token.trained else None
     version = token.version if token.version >= 0 else "-"
     figures = [f"token {token.id}", f"logprob {token.logprob:.4f} (p {exp(min(token.logprob, 0.0)):.3f})"]
     figures.append(f"version {version}")
     figures.append("not trained" if not token.trained else "trained" if mine is None else f"advantage {mine:+.4f}")
-    share = abs(mine) / largest if mine is not None and largest else 0.0
+    share = abs(mine) / scales.advantage if mine is not None and scales.advantage else 0.0
+    place = scales.versions.index(version) if isinstance(version, int) else 0
     kind = f"t {_sign(mine)}" if token.trained else "t m"
     shown = _text(token.text).replace("\n", "↵\n") or "∅"
     style = f"--u:{1 - exp(min(token.logprob, 0.0)):.3f};--a:{share:.3f}"
+    if len(scales.versions) > 1:
+        style += f";--v:{place / (len(scales.versions) - 1):.3f}"
     return f'<span class="{kind}" style="{style}" title="{escape(" · ".join(figures))}">{shown}</span>'
 
 

@@ -45,6 +45,9 @@ summary { cursor: pointer; color: var(--soft); }
 body:has(#by-advantage:checked) .t { background: none; }
 body:has(#by-advantage:checked) .t.up { background: rgba(var(--up), calc(.08 + var(--a) * .5)); }
 body:has(#by-advantage:checked) .t.down { background: rgba(var(--down), calc(.08 + var(--a) * .5)); }
+body:has(#by-version:checked) .t { background: hsla(calc(210 + var(--v, 0) * 150), 70%, 50%, .3); }
+body:has(#by-mask:checked) .t { background: rgba(var(--up), .25); }
+body:has(#by-mask:checked) .t.m { background: none; }
 b.up { color: rgb(var(--up)); }
 b.down { color: rgb(var(--down)); }
 .note { color: var(--soft); }

@@ -61,6 +61,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     prompt_added: int
     replies: tuple[TurnReply, ...]
     sampling: SamplingParams
+    began_s: float  # after the episode was claimed
     seconds: float
     untrained: str  # why the call is not trained on, or "" if it is
     advantage: float | None
@@ -214,6 +215,7 @@ class _TurnDecoder:
             prompt_added=len(tail),
             replies=tuple(self._reply(choice, not untrained, from_nothing) for choice in record.choices),
             sampling=record.sampling,
+            began_s=max(0, timings.received_ns - self._story.claimed_ns) / 1e9,
             seconds=max(0, timings.finished_ns - timings.received_ns) / 1e9,
             untrained=untrained,
             advantage=None if untrained else advantage,
