@@ -69,6 +69,7 @@ COMMANDS = {
     "diagnose": Command("bombus.commands.diagnose", "say what is wrong with a run's learning", "server"),
     "report": Command("bombus.insight.report", "write one page about a run: charts, diagnosis, weights", "insight"),
     "plot": Command("bombus.insight.plot", "draw one chart of one or several runs", "insight"),
+    "web": Command("bombus.commands.web", "serve a page that shows a hive and its runs in a browser", "insight"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("", "inspect a hive's log: what happened, and why", "server", REPLAY),
     "audit": Command("bombus.commands.audit", "account for every sampled token of a hive's log", "server"),

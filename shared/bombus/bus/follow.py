@@ -52,6 +52,11 @@ class Follower:
         """The trace of the event folded last; "" without tracing."""
         return "" if self._newest is None else self._newest.headers.get(TRACEPARENT, "")
 
+    @property
+    def stored_ns(self) -> int:
+        """When the event folded last was stored; 0 before the first."""
+        return 0 if self._newest is None else self._newest.written_ns
+
     async def run(self) -> None:
         """Fold until cancelled. Raises `LogCorrupted` at an unreadable event and, if `strict`, `NewerEvent`."""
         while True:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from bombus.insight.metrics import evaluation_metrics, step_metrics
-from bombus.replay.diagnosis.steps import RunSeries
+from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # an identifier: nothing is fetched from it
 Axis = Literal["step", "version", "minutes", "tokens"]
@@ -22,6 +22,7 @@ AXES: dict[Axis, str] = {
 }
 MARKED = 400  # with fewer points, each has a mark
 Spec = dict[str, Any]
+ROWS_MAX = 500  # steps of a chart in a browser, which is slow to draw more
 
 
 class Chart(msgspec.Struct, frozen=True):
@@ -94,14 +95,38 @@ def points(chart: Chart, series: RunSeries, axis: Axis = "step", until: int | No
     return [point for x, metrics in rows for point in _points(chart, x, metrics)]
 
 
+def all_points(
+    series: RunSeries, axis: Axis, until: int, after: int = 0, rows_max: int = ROWS_MAX
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the points of every chart for one run, by the chart's key, of the steps after event `after`.
+
+    At most about `rows_max` steps are shown, evenly spread and with the newest. Charts by version are always complete.
+    """
+    rows = [(x, row) for x, row in _placed(series, axis, until) if row.done_seq > after]
+    apart = 1 + len(rows) // rows_max
+    figures = [(x, step_metrics(row)) for x, row in rows[:-1:apart] + rows[-1:]]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for chart in CHARTS:
+        if chart.by_version:
+            found[chart.key] = points(chart, series, axis, until)
+        else:
+            found[chart.key] = [point for x, metrics in figures for point in _points(chart, x, metrics)]
+    return found
+
+
 def _rows(series: RunSeries, axis: Axis, until: int | None) -> Iterator[tuple[float, dict[str, float]]]:
+    return ((x, step_metrics(row)) for x, row in _placed(series, axis, until))
+
+
+def _placed(series: RunSeries, axis: Axis, until: int | None) -> Iterator[tuple[float, StepFigures]]:
+    """Yield the steps that a run had completed by event `until`, each with its place on an axis."""
     tokens = 0
     for row in series.steps:
         if until is not None and row.done_seq > until:
             return
         tokens += row.sampled_tokens
         minutes = max(0, row.done_ns - series.started_ns) / 60e9
-        yield {"step": row.step, "version": row.step, "minutes": minutes, "tokens": tokens}[axis], step_metrics(row)
+        yield {"step": row.step, "version": row.step, "minutes": minutes, "tokens": tokens}[axis], row
 
 
 def _points(chart: Chart, x: float, metrics: Mapping[str, float]) -> Iterator[dict[str, Any]]:
@@ -162,4 +187,25 @@ def spec(
                 "encoding": {"x": x, "y": {**y, "field": "y", "title": chart.unit}, **style, "tooltip": tips},
             },
         ],
+    }
+
+
+def histogram(bins: Sequence[Mapping[str, Any]]) -> Spec:
+    """Return a chart of bins, each with `low`, `high`, `episodes`, and `href`, the page that its bar leads to."""
+    return {
+        "$schema": SCHEMA,
+        "description": "How many episodes had which reward",
+        "width": "container",
+        "height": 180,
+        "data": {"values": list(bins)},
+        "mark": {"type": "bar", "cursor": "pointer"},
+        "encoding": {
+            "x": {"field": "low", "type": "quantitative", "bin": "binned", "title": "reward"}
+            if len(bins) > 1
+            else {"field": "low", "type": "ordinal", "title": "reward"},
+            **({"x2": {"field": "high"}} if len(bins) > 1 else {}),
+            "y": {"field": "episodes", "type": "quantitative", "title": "episodes"},
+            "href": {"field": "href", "type": "nominal"},
+            "tooltip": [{"field": name, "type": "quantitative"} for name in ("low", "high", "episodes")],
+        },
     }

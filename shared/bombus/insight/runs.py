@@ -31,24 +31,24 @@ class Runs:
         for state in hive.engines.values():
             self._configured[state.name] = state.active or state.configured
             if state.started is not None:
-                self._begin(state.started)
+                self._begin(0, state.started)
             self._configured[state.name] = state.configured
 
     def note(self, seq: int, event: ev.AnyEvent) -> None:
         if isinstance(event, ev.EngineConfigured):
             self._configured[event.engine] = event
         elif isinstance(event, ev.EngineStarted):
-            self._begin(event)
+            self._begin(seq, event)
         elif (series := self._current.get(event.engine)) is not None:
             series.note(seq, event)
 
-    def _begin(self, started: ev.EngineStarted) -> None:
+    def _begin(self, seq: int, started: ev.EngineStarted) -> None:
         self._current.pop(started.engine, None)
         config = self._configured.get(started.engine)
         if config is None or started.base or is_trained_elsewhere(started):
             return
         series = RunSeries(started.engine, started.run, RunConfig.from_json(config.config))
-        series.started_ns = started.at_ns
+        series.started_ns, series.started_seq = started.at_ns, seq
         self._current[started.engine] = self.series[series.name] = series
         trim(self.series, RUNS_KEPT)
 

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,11 +129,15 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def keys_for(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> HiveKeys:
+def keys_for(
+    arguments: argparse.Namespace,
+    environment: Mapping[str, str] = os.environ,
+    needed: Collection[str] = ("admin", "client"),
+) -> HiveKeys:
     """Return the keys that these arguments and the environment name.
 
-    Raises `Refused(BAD_CONFIG)` if a gateway may not listen at `arguments.host` with these keys, or if a key is
-    unusable.
+    Raises `Refused(BAD_CONFIG)` if a server that needs the `needed` ones beyond loopback may not listen at
+    `arguments.host` with these keys, or if a key is unusable.
     """
     keys = HiveKeys(
         admin=_key("admin", arguments.admin_key_file, ADMIN_VARIABLE, environment),
@@ -141,7 +145,7 @@ def keys_for(arguments: argparse.Namespace, environment: Mapping[str, str] = os.
         clients=_named(_key("client", arguments.client_keys_file, CLIENTS_VARIABLE, environment)),
     )
     is_set = {"admin": bool(keys.admin), "client": keys.for_clients}
-    missing = [f"--{name}-key-file" for name, there in is_set.items() if not there]
+    missing = [f"--{name}-key-file" for name in needed if not is_set[name]]
     if missing and not arguments.trusted_network and not _is_loopback(arguments.host):
         raise Refused(
             Code.BAD_CONFIG,

@@ -199,6 +199,10 @@ class BusSource(Source):
             self._end = LogEnd(newest.seq, newest.written_ns) if newest else LogEnd((await self.base())[1], 0)
         return self._end
 
+    def extend(self, seq: int, time_ns: int) -> None:
+        """Let reading go on to event `seq`, stored at `time_ns`, which a running hive has added meanwhile."""
+        self._end = LogEnd(seq, time_ns)
+
     async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
         end = (await self.end()).seq
         last = end if until is None else min(until, end)

@@ -1,5 +1,7 @@
 """What chains are built from: links, the newest events of a log, and a view of a hive at a given time."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from bombus.figures import duration, seconds_between
@@ -35,9 +37,13 @@ class LastEvents:
     pause.
     """
 
-    def __init__(self) -> None:
-        self.anew_ns = 0
-        self._found: dict[tuple[str, type[Event]], Event] = {}
+    def __init__(self, events: Iterable[Event] = (), anew_ns: int = 0) -> None:
+        self.anew_ns = anew_ns
+        self._found: dict[tuple[str, type[Event]], Event] = {(each.engine, type(each)): each for each in events}
+
+    @property
+    def events(self) -> list[Event]:
+        return list(self._found.values())
 
     def note(self, event: Event, stored_ns: int = 0) -> None:
         """Note an event that was stored at `stored_ns`. That time is needed for a new epoch, whose `at_ns` is the

@@ -112,6 +112,7 @@ class RunSeries:
         self.steps: list[StepFigures] = []
         self.evaluated: deque[EvaluatedEpisode] = deque(maxlen=EVALUATED_KEPT)
         self.started_ns = 0
+        self.started_seq = 0  # the event that started the run, or 0 if the log no longer has it
         self._collected = StepFigures()  # what ended since the last batch was sealed
         self._sealed: StepFigures | None = None
         self._episodes: dict[str, SeenEpisode] = {}

@@ -1,0 +1,119 @@
+"""What is shown of a log: its state at one position, and the figures of its runs. Pure."""
+
+from collections import deque
+from typing import Self
+
+import msgspec
+
+from bombus.hive import events as ev
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive
+from bombus.hive.why.links import LastEvents
+from bombus.insight.runs import Runs
+from bombus.replay.diagnosis.steps import RunSeries
+
+SECOND = 1_000_000_000
+SECONDS_KEPT = 60
+
+
+class SecondLoad(msgspec.Struct, array_like=True):
+    """Tokens and episodes that came in during one second of log time."""
+
+    second: int
+    tokens: int = 0
+    episodes: int = 0
+
+
+class _EncodedMoment(msgspec.Struct, kw_only=True):
+    hive: Hive
+    position: int
+    now_ns: int
+    seconds: dict[str, deque[SecondLoad]]
+    last: list[ev.AnyEvent]
+    anew_ns: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_EncodedMoment)
+
+
+class Moment:
+    """A hive after the event at `position`, and what its state does not keep: the newest event of each kind, and how
+    many tokens and episodes came in during each of the last seconds, by engine."""
+
+    def __init__(self, hive: Hive, position: int, last: LastEvents | None = None) -> None:
+        self.hive = hive
+        self.position = position
+        self.now_ns = hive.now_ns
+        self.last = last or LastEvents()
+        self.seconds: dict[str, deque[SecondLoad]] = {}
+
+    def fold(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
+        """Fold the event at `position`, which was stored at `stored_ns`."""
+        evolve(self.hive, event)
+        self.note(position, event, stored_ns)
+
+    def note(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
+        """Note an event that is already folded into `hive`."""
+        self.last.note(event, stored_ns)
+        self.position, self.now_ns = position, max(self.hive.now_ns, stored_ns)
+        if isinstance(event, ev.CallsNoted):
+            self._second(event).tokens += sum(call.completion_tokens for call in event.calls)
+        elif isinstance(event, ev.EpisodeEnded):
+            self._second(event).episodes += len(event.outcomes)
+
+    def _second(self, event: ev.CallsNoted | ev.EpisodeEnded) -> SecondLoad:
+        seconds = self.seconds.get(event.engine)
+        if seconds is None:
+            seconds = self.seconds[event.engine] = deque(maxlen=SECONDS_KEPT)
+        second = event.at_ns // SECOND
+        if not seconds or seconds[-1].second < second:
+            seconds.append(SecondLoad(second))
+        return seconds[-1]
+
+    def per_second(self, engine: str, now_ns: int, window_s: int = 10) -> tuple[float, float]:
+        """Return how many tokens and episodes came in per second during the last `window_s` whole seconds."""
+        until = now_ns // SECOND
+        counted = [each for each in self.seconds.get(engine, ()) if until - window_s <= each.second < until]
+        return sum(each.tokens for each in counted) / window_s, sum(each.episodes for each in counted) / window_s
+
+    def encode(self) -> bytes:
+        return _encoder.encode(
+            _EncodedMoment(
+                hive=self.hive,
+                position=self.position,
+                now_ns=self.now_ns,
+                seconds=self.seconds,
+                last=self.last.events,
+                anew_ns=self.last.anew_ns,
+            )
+        )
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        found = _decoder.decode(body)
+        moment = cls(found.hive, found.position, LastEvents(found.last, found.anew_ns))
+        moment.now_ns = found.now_ns
+        moment.seconds = {name: deque(kept, maxlen=SECONDS_KEPT) for name, kept in found.seconds.items()}
+        return moment
+
+
+class Record:
+    """The state after the newest event of a log, as `live`, and the runs. `first` is the earliest position that can be
+    shown. Call `note` with each event in order, after it was folded into `live.hive`.
+
+    What a run had at an earlier position is a prefix of its series: its steps have increasing `done_seq`.
+    """
+
+    def __init__(self, hive: Hive, position: int) -> None:
+        self.first = position
+        self.live = Moment(hive, position)
+        self.runs = Runs(hive)
+
+    def note(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
+        self.live.note(position, event, stored_ns)
+        self.runs.note(position, event)
+
+    def runs_at(self, position: int) -> list[RunSeries]:
+        """Return the runs that had started by a position, oldest first."""
+        return [series for series in self.runs.series.values() if series.started_seq <= position]

@@ -1,0 +1,209 @@
+"""Reads a log while somebody looks at it, and follows it if its hive is running."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+
+from bombus.bus import ServerRefused
+from bombus.bus.follow import Follower
+from bombus.errors import BombusError, BusUnavailable, StreamEndLost
+from bombus.hive.events import AnyEvent
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive
+from bombus.insight.keyframes import Keyframes, moment_at
+from bombus.insight.record import Moment, Record
+from bombus.replay.source import BusSource, NotOnLog, Source
+
+IDLE_S = 300.0
+RETRY_S = 2.0
+SLICE = 256  # events that are folded before other tasks may go on
+MOMENTS_KEPT = 4
+
+OpenLog = Callable[[], AbstractAsyncContextManager[Source]]
+
+
+class LogWatch:
+    """A log that is read from when somebody first looks until `idle_s` seconds after nobody does.
+
+    Once `is_ready`, `source` and `record` are set. `end` is the event up to which the log has to be read until then,
+    and `error` says why it cannot be read.
+    """
+
+    def __init__(self, open_log: OpenLog, idle_s: float = IDLE_S) -> None:
+        self.source: Source | None = None
+        self.record: Record | None = None
+        self.end = 0
+        self.is_ready = False
+        self.error = ""
+        self._open_log = open_log
+        self._idle_s = idle_s
+        self._viewers = 0
+        self._keyframes: Keyframes | None = None
+        self._moments: dict[int, Moment] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_closing = False
+        self.changed = asyncio.Event()  # set at the next change, and then replaced
+
+    @property
+    def position(self) -> int:
+        return 0 if self.record is None else self.record.live.position
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the log's hive may still add to it."""
+        return self.source is not None and self.source.running
+
+    def touch(self) -> None:
+        """Say that somebody looks: begin to read, or go on for another `idle_s` seconds."""
+        if self._task is None or self._task.done() or self._task.cancelling():
+            self._task = asyncio.create_task(self._run(self._task))
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._idle_s, self._rest)
+
+    def _rest(self) -> None:
+        if self._viewers:
+            self.touch()
+        elif self._task is not None:
+            self._task.cancel()
+
+    @contextmanager
+    def viewing(self) -> Iterator[None]:
+        """Count a viewer while the block runs."""
+        self._viewers += 1
+        self.touch()
+        try:
+            yield
+        finally:
+            self._viewers -= 1
+            self.touch()
+
+    def stop_viewing(self) -> None:
+        """End what streams changes to viewers: the server is stopping."""
+        self.is_closing = True
+        self._notify()
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def at(self, position: int) -> Moment:
+        """Return the state at a position of the log, for reading only. Raises `NotOnLog` or what reading raises."""
+        record, source, keyframes = self.record, self.source, self._keyframes
+        assert record is not None
+        assert source is not None
+        assert keyframes is not None
+        if position == record.live.position:
+            return record.live
+        if not record.first <= position <= record.live.position:
+            raise NotOnLog(f"there is no event {position}: the log goes from {record.first} to {record.live.position}")
+        if (known := self._moments.get(position)) is not None:
+            return known
+        if isinstance(source, BusSource):
+            source.extend(record.live.position, record.live.now_ns)
+        moment = self._moments[position] = await moment_at(source, keyframes, position)
+        while len(self._moments) > MOMENTS_KEPT:
+            del self._moments[next(iter(self._moments))]
+        return moment
+
+    async def now_ns(self, moment: Moment) -> tuple[int, int]:
+        """Return the time to show a state at, and when a leader was last at work (0 if unknown)."""
+        if self.source is None or self.record is None or moment is not self.record.live:
+            return moment.now_ns, 0
+        led_ns = await self.source.led_ns()
+        return max(moment.now_ns, led_ns, time.time_ns() if self.is_running else 0), led_ns
+
+    # ---- reading ----------------------------------------------------------------------------------------------
+
+    async def _run(self, previous: asyncio.Task[None] | None) -> None:
+        if previous is not None:
+            await asyncio.gather(previous, return_exceptions=True)
+        while True:
+            try:
+                async with self._open_log() as source:
+                    self.end, self.source = (await source.end()).seq, source
+                    self.error = ""
+                    await (self._follow(source) if source.running else self._read(source))
+                    await asyncio.Event().wait()  # the source stays open for pages that read episodes
+            except (BusUnavailable, ServerRefused, StreamEndLost) as error:
+                self._failed(str(error))
+                await asyncio.sleep(RETRY_S)
+            except (BombusError, OSError, ValueError) as error:
+                self._failed(str(error))
+                return
+            finally:
+                self._forget()
+
+    def _failed(self, why: str) -> None:
+        self.error = why
+        self._notify()
+
+    def _forget(self) -> None:
+        self.source = self.record = None
+        self.is_ready = False
+        self._moments.clear()
+        if self._keyframes is not None:
+            self._keyframes.close()
+            self._keyframes = None
+
+    async def _read(self, source: Source) -> None:
+        hive, position = await source.base()
+        self._begin(position, hive)
+        async with aclosing(source.events(position)) as entries:
+            async for entry in entries:
+                evolve(hive, entry.event)
+                self._take(entry.seq, entry.event, entry.time_ns)
+                if entry.seq % SLICE == 0:
+                    await asyncio.sleep(0)
+        self.is_ready = True
+        self._notify()
+
+    async def _follow(self, source: Source) -> None:
+        assert isinstance(source, BusSource)
+
+        def on_start(position: int, hive: Hive) -> None:
+            self._begin(position, follower.hive)
+
+        def on_event(position: int, event: AnyEvent) -> None:
+            self._take(position, event, follower.stored_ns)
+
+        follower = Follower(source.bus, on_event, on_start)
+        following = asyncio.create_task(follower.run())
+        try:
+            await asyncio.wait(
+                {following, asyncio.ensure_future(follower.wait_position(self.end, None))},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            self.is_ready = not following.done()
+            self._notify()
+            await following
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    def _begin(self, position: int, hive: Hive) -> None:
+        if self._keyframes is not None:
+            self._keyframes.close()
+        self._moments.clear()
+        self.record = Record(hive, position)
+        self._keyframes = Keyframes(self.record.live)
+        self._notify()
+
+    def _take(self, position: int, event: AnyEvent, stored_ns: int) -> None:
+        assert self.record is not None
+        assert self._keyframes is not None
+        self.record.note(position, event, stored_ns)
+        if position >= self._keyframes.next:
+            self._keyframes.keep(self.record.live)
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._viewers:
+            self.changed.set()
+            self.is_closing = False
+        self.changed = asyncio.Event()

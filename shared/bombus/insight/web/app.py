@@ -1,0 +1,74 @@
+"""The application: its pages, its stream of changes, and the headers of all its answers."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from bombus.insight.watch import LogWatch
+from bombus.insight.web import now, run
+from bombus.insight.web.pages import static
+from bombus.machine.host_names import AsgiApp, AsgiMessage, AsgiReceive, AsgiSend
+
+PAGES = (now, run)  # each has `ROUTES`
+PAUSE_S = 0.5  # between two changes that a page is told of
+SILENCE_S = 15.0  # after which a comment finds out whether the browser is still there
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+def create_app(watch: LogWatch) -> AsgiApp:
+    """Return the application for one log. See `access` for who may use it."""
+    routes = [route for module in PAGES for route in module.ROUTES]
+    app = Starlette(routes=[*routes, Route("/events", events), Route("/static/{name}", static)])
+    app.state.watch = watch
+    return app
+
+
+def with_headers(app: AsgiApp) -> AsgiApp:
+    """Add to all answers the headers that keep a browser from running or loading anything else."""
+
+    async def answering(scope: object, receive: AsgiReceive, send: AsgiSend) -> None:
+        async def sending(message: AsgiMessage) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    return answering
+
+
+async def events(request: Request) -> Response:
+    """Tell a page, as server-sent events, that there is something new, at most once every `PAUSE_S` seconds."""
+    return StreamingResponse(_changes(request.app.state.watch), media_type="text/event-stream")
+
+
+async def _changes(watch: LogWatch) -> AsyncIterator[bytes]:
+    with watch.viewing():
+        told = b""
+        while not watch.is_closing:
+            changed = watch.changed
+            state = {"position": watch.position, "end": watch.end, "ready": watch.is_ready, "error": watch.error}
+            now = b"data: " + msgspec.json.encode(state) + b"\n\n"
+            yield now if now != told else b": still here\n\n"
+            told = now
+            await asyncio.sleep(PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SILENCE_S):
+                    await changed.wait()

@@ -1,0 +1,154 @@
+"""What pages have in common: a visit to one, its answer, and the templates."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from functools import cache
+from importlib import resources
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+import vl_convert
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from bombus.errors import BombusError
+from bombus.figures import duration, seconds_between
+from bombus.insight.record import Moment, Record
+from bombus.insight.watch import LogWatch
+from bombus.replay.diagnosis.steps import RunSeries
+from bombus.replay.moments import clock, date
+from bombus.replay.source import NotOnLog, Source
+
+DIGITS_MAX = 18  # of a position in a URL
+
+
+class Visit(msgspec.Struct):
+    """A request for a page of a log that was read. `moment` is the state that it shows: the newest one, or the one at
+    `at`, the position that the URL names."""
+
+    request: Request
+    watch: LogWatch
+    source: Source
+    record: Record
+    moment: Moment
+    at: int | None
+
+    @property
+    def position(self) -> int:
+        return self.moment.position
+
+    @property
+    def runs(self) -> list[RunSeries]:
+        """The runs that had started by the position that is shown, oldest first."""
+        return self.record.runs_at(self.position)
+
+    def run(self, name: str) -> RunSeries:
+        """Return a run by its name. Raises `NotOnLog`."""
+        for series in self.runs:
+            if series.name == name:
+                return series
+        raise NotOnLog(f"{self.source.title} has no run {name} of a job at event {self.position}")
+
+    def number(self, name: str) -> int | None:
+        """Return a parameter of the URL that is a natural number, or None if it is missing or is not one."""
+        return _number(self.request.query_params.get(name, ""))
+
+    def link(self, *path: str | int, **query: str | float | None) -> str:
+        """Return the URL of another page at the same position. Each part of the path is escaped."""
+        parameters = {"at": self.at, **query}
+        text = urlencode({name: value for name, value in parameters.items() if value is not None})
+        return "/" + "/".join(quote(str(part), safe="") for part in path) + (f"?{text}" if text else "")
+
+    def html(self, template: str, **values: Any) -> Response:
+        """Answer with a template that extends `base.html`."""
+        return _html(template, self.watch, visit=self, **values)
+
+
+PageHandler = Callable[[Visit], Awaitable[Response]]
+
+
+def page(path: str, handler: PageHandler) -> Route:
+    """Return the route of a page. Until the log is read, the page shows how far that is; errors are sentences."""
+
+    async def endpoint(request: Request) -> Response:
+        watch: LogWatch = request.app.state.watch
+        watch.touch()
+        source, record = watch.source, watch.record
+        if not watch.is_ready or source is None or record is None:
+            return _html("reading.html", watch, status=503 if watch.error else 200)
+        at = _number(request.query_params.get("at", ""))
+        try:
+            moment = record.live if at is None else await watch.at(at)
+            return await handler(Visit(request, watch, source, record, moment, at))
+        except BombusError as error:
+            found = Visit(request, watch, source, record, record.live, None)
+            status = 404 if isinstance(error, NotOnLog) else 500
+            return _html("error.html", watch, status=status, visit=found, why=str(error))
+
+    return Route(path, endpoint)
+
+
+def json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS_MAX else None
+
+
+def _html(template: str, watch: LogWatch, status: int = 200, visit: Visit | None = None, **values: Any) -> Response:
+    text = _templates().get_template(template).render(watch=watch, visit=visit, **values)
+    return Response(text, status, media_type="text/html")
+
+
+@cache
+def _templates() -> Environment:
+    found = Environment(
+        loader=PackageLoader("bombus.insight.web"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals["static"] = lambda name: f"/static/{name}?{_digest(name)}"
+    found.filters |= {
+        "clock": lambda at_ns: clock(at_ns)[:8],
+        "date": date,
+        "ago": lambda at_ns, now_ns: f"{duration(seconds_between(at_ns, now_ns))} ago",
+        "duration": duration,
+        "count": lambda value: f"{value:,}",
+        "figure": lambda value: f"{value:.4g}",
+    }
+    return found
+
+
+# ---- scripts and styles ---------------------------------------------------------------------------------------------
+
+_TYPES = {"page.js": "text/javascript", "page.css": "text/css", "vega.js": "text/javascript"}
+
+
+@cache
+def _static(name: str) -> bytes:
+    if name == "vega.js":
+        return vl_convert.javascript_bundle().encode()
+    return (resources.files("bombus.insight.web") / "static" / name).read_bytes()
+
+
+@cache
+def _digest(name: str) -> str:
+    if name == "vega.js":  # not made before a browser asks for it, which takes a second
+        return vl_convert.__version__
+    return hashlib.sha256(_static(name)).hexdigest()[:12]
+
+
+async def static(request: Request) -> Response:
+    """Answer with a script or a style. Its URL changes with its content, so that browsers keep it."""
+    name = request.path_params["name"]
+    if name not in _TYPES:
+        return Response("there is no such file", 404)
+    body = await asyncio.to_thread(_static, name)
+    return Response(body, media_type=_TYPES[name], headers={"cache-control": "public, max-age=31536000, immutable"})

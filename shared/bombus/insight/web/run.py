@@ -1,0 +1,85 @@
+"""The page of a run: what is wrong with it, its figures by step as charts, and the rewards of one step."""
+
+import msgspec
+from starlette.responses import Response
+
+from bombus.hive import events as ev
+from bombus.insight import charts
+from bombus.insight.charts import AXES, CHARTS, Axis
+from bombus.insight.web.pages import Visit, json, page
+from bombus.replay.diagnosis.diagnose import diagnose
+from bombus.replay.diagnosis.steps import StepFigures
+
+BINS = 20
+
+
+class RewardBin(msgspec.Struct, frozen=True):
+    """The episodes of a step with rewards from `low` to below `high`; those with `high` belong to the last bin."""
+
+    low: float
+    high: float
+    episodes: int
+    href: str
+
+
+async def show(visit: Visit) -> Response:
+    series = visit.run(visit.request.path_params["name"])
+    steps = [row for row in series.steps if row.done_seq <= visit.position]
+    step = visit.number("step")
+    chosen = next((row for row in reversed(steps) if step in (None, row.step)), None)
+    bins = [] if chosen is None else await _bins(visit, series.name, chosen)
+    return visit.html(
+        "run.html",
+        series=series,
+        steps=steps,
+        findings=diagnose(steps, series.job),
+        axis=_axis(visit),
+        axes=AXES,
+        charts=CHARTS,
+        step=step,
+        rewards_of=None if chosen is None else chosen.step,
+        bins=bins,
+        histogram=charts.histogram([msgspec.to_builtins(each) for each in bins]),
+    )
+
+
+async def points(visit: Visit) -> Response:
+    """Answer with the charts, or with the points of the steps after event `after`."""
+    series, axis, after = visit.run(visit.request.path_params["name"]), _axis(visit), visit.number("after") or 0
+    found = charts.all_points(series, axis, visit.position, after)
+    specs = {} if after else {chart.key: charts.spec(chart, (), axis) for chart in CHARTS}
+    whole = [chart.key for chart in CHARTS if chart.by_version]
+    return json({"position": visit.position, "specs": specs, "points": found, "whole": whole})
+
+
+def _axis(visit: Visit) -> Axis:
+    asked = visit.request.query_params.get("axis", "")
+    return next((axis for axis in AXES if axis == asked), "step")
+
+
+async def _bins(visit: Visit, run: str, row: StepFigures) -> list[RewardBin]:
+    """Return how many episodes of a step's batch had which reward, as the batch's event says."""
+    async for entry in visit.source.events(row.seq - 1, row.seq):
+        if isinstance(entry.event, ev.BatchReady):
+            rewards = sorted(each.reward for group in entry.event.groups for each in group.episodes)
+            return [
+                RewardBin(low, high, count, visit.link("run", run, "step", row.step, low=low, high=high))
+                for low, high, count in binned(rewards)
+            ]
+    return []
+
+
+def binned(rewards: list[float]) -> list[tuple[float, float, int]]:
+    """Return (low, high, count) of up to `BINS` bins of equal width that cover sorted rewards."""
+    if not rewards:
+        return []
+    low, high = rewards[0], rewards[-1]
+    count = BINS if high > low else 1
+    width = (high - low) / count
+    found = [0] * count
+    for reward in rewards:
+        found[min(int((reward - low) / width), count - 1) if width else 0] += 1
+    return [(low + width * each, low + width * (each + 1), found[each]) for each in range(count)]
+
+
+ROUTES = (page("/run/{name}", show), page("/run/{name}/points.json", points))

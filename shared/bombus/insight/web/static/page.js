@@ -1,0 +1,219 @@
+// Keeps a page up to date: its regions marked `data-live`, its charts, and the position of the log that it shows.
+// Other scripts may listen to the document's event "moved", which comes after the regions were replaced.
+"use strict";
+(() => {
+  const slider = document.getElementById("position");
+  const live = document.getElementById("live");
+  const told = document.getElementById("told");
+  const PAUSE_MS = 80; // while the slider moves
+  const at = () => new URLSearchParams(location.search).get("at");
+  let loading = null;
+
+  function here(path, parameters) {
+    const url = new URL(path, location.href);
+    for (const [name, value] of Object.entries(parameters)) {
+      if (value === null) url.searchParams.delete(name);
+      else url.searchParams.set(name, value);
+    }
+    return url;
+  }
+
+  // Replaces what has changed in the marked regions of the page. Focus and open details stay.
+  async function refresh() {
+    if (loading) loading.abort();
+    const own = loading = new AbortController();
+    let text;
+    try {
+      text = await (await fetch(location.href, { signal: own.signal })).text();
+    } catch {
+      return;
+    }
+    const fresh = new DOMParser().parseFromString(text, "text/html");
+    for (const region of document.querySelectorAll("[data-live]")) {
+      const next = fresh.getElementById(region.id);
+      if (!next || next.innerHTML === region.dataset.shown) continue;
+      const html = next.innerHTML;
+      const open = [...region.querySelectorAll("details")].map((each) => each.open);
+      const focused = [...region.querySelectorAll("a, summary, [tabindex]")].indexOf(document.activeElement);
+      region.replaceChildren(...next.childNodes);
+      region.dataset.shown = html;
+      region.querySelectorAll("details").forEach((each, index) => { each.open = open[index] || false; });
+      if (focused >= 0) region.querySelectorAll("a, summary, [tabindex]")[focused]?.focus({ preventScroll: true });
+    }
+    // The links of the page's frame name the position too.
+    for (const each of document.querySelectorAll("header a")) each.href = here(each.href, { at: at() });
+    const now = fresh.getElementById("position");
+    if (now && slider) {
+      slider.max = now.max;
+      if (at() === null && document.activeElement !== slider) slider.value = now.value;
+    }
+    drawAll();
+    document.dispatchEvent(new CustomEvent("moved", { detail: { at: at() } }));
+  }
+
+  // ---- charts ----
+
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const views = new Map(); // by element: the view of Vega, and its points
+
+  function config() {
+    const style = getComputedStyle(document.documentElement);
+    const [ink, line] = ["--ink", "--line"].map((name) => style.getPropertyValue(name).trim());
+    const words = { labelColor: ink, titleColor: ink };
+    return {
+      background: "transparent", font: "system-ui, sans-serif", view: { stroke: line },
+      axis: { ...words, gridColor: line, domainColor: line, tickColor: line, titleFontWeight: "normal" },
+      legend: { ...words, orient: "bottom", columns: 2, labelLimit: 220, symbolOpacity: 1 }, title: { color: ink },
+    };
+  }
+
+  async function embed(element, spec) {
+    const shown = await vegaEmbed(element, { ...spec, autosize: { type: "fit-x", contains: "padding" } },
+      { ast: true, actions: false, renderer: "svg", logLevel: 1, config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } });
+    return shown.view;
+  }
+
+  const box = document.getElementById("charts");
+  let newest = 0; // the position up to which the charts show everything
+  let shownAt = null;
+
+  async function drawCharts() {
+    if (!box || !window.vegaEmbed) return;
+    const isMore = at() === null && shownAt === null && newest > 0;
+    const url = here(box.dataset.points, { at: at(), after: isMore ? newest : null });
+    let found;
+    try {
+      found = await (await fetch(url)).json();
+    } catch {
+      return;
+    }
+    shownAt = at();
+    if (isMore && found.position < newest) return;
+    newest = found.position;
+    for (const figure of box.querySelectorAll("[data-chart]")) {
+      const key = figure.dataset.chart;
+      const chart = views.get(key) || { spec: null, points: [], view: null };
+      views.set(key, chart);
+      if (found.specs[key]) chart.spec = found.specs[key];
+      const more = found.points[key] || [];
+      if (isMore && !found.whole.includes(key)) {
+        if (!more.length) continue;
+        chart.points = chart.points.concat(more);
+      } else {
+        chart.points = more;
+      }
+      await drawChart(figure, chart);
+    }
+  }
+
+  async function drawChart(figure, chart) {
+    const drawing = figure.querySelector(".drawing");
+    if (!chart.points.length) {
+      chart.view?.finalize();
+      chart.view = null;
+      const words = document.createElement("p");
+      words.className = "quiet";
+      words.textContent = "No figures.";
+      drawing.replaceChildren(words);
+    } else if (chart.view) {
+      await chart.view.data("points", chart.points).runAsync();
+    } else {
+      const spec = structuredClone(chart.spec);
+      spec.data.values = chart.points;
+      chart.view = await embed(drawing, spec);
+    }
+    fillTable(figure, chart.points);
+  }
+
+  function fillTable(figure, points) {
+    const details = figure.querySelector("details");
+    details.ontoggle = () => fillTable(figure, points);
+    if (!details.open) return;
+    const names = [...new Set(points.map((each) => each.figure))];
+    const rows = new Map();
+    for (const each of points) {
+      if (!rows.has(each.x)) rows.set(each.x, new Map());
+      rows.get(each.x).set(each.figure, each.y);
+    }
+    const table = document.createElement("table");
+    const head = table.createTHead().insertRow();
+    for (const name of ["x", ...names]) cell(head, "th", name).scope = "col";
+    const body = table.createTBody();
+    for (const [x, found] of rows) {
+      const row = body.insertRow();
+      cell(row, "th", format(x)).scope = "row";
+      for (const name of names) cell(row, "td", found.has(name) ? format(found.get(name)) : "");
+    }
+    details.querySelector("div").replaceChildren(table);
+  }
+
+  function cell(row, kind, text) {
+    const made = document.createElement(kind);
+    made.textContent = text;
+    return row.appendChild(made);
+  }
+
+  const format = (value) => Number(value.toPrecision(5)).toString();
+
+  // Draws figures whose whole specification is in the page.
+  async function drawRest() {
+    if (!window.vegaEmbed) return;
+    for (const figure of document.querySelectorAll("[data-drawn]")) {
+      if (!figure.querySelector("svg")) await embed(figure.querySelector(".drawing"), JSON.parse(figure.dataset.drawn));
+    }
+  }
+
+  function drawAll() {
+    drawCharts();
+    drawRest();
+  }
+
+  dark.addEventListener("change", () => {
+    for (const chart of views.values()) {
+      chart.view?.finalize();
+      chart.view = null;
+    }
+    newest = 0;
+    for (const each of document.querySelectorAll("[data-drawn] .drawing")) each.replaceChildren();
+    drawAll();
+  });
+
+  // ---- time ----
+
+  let moving = 0;
+  function move(position) {
+    history.replaceState(null, "", here(location.href, { at: position }));
+    live.setAttribute("aria-pressed", position === null ? "true" : "false");
+    clearTimeout(moving);
+    moving = setTimeout(refresh, PAUSE_MS);
+  }
+
+  if (slider) {
+    slider.addEventListener("input", () => move(slider.value));
+    live.addEventListener("click", () => {
+      slider.value = slider.max;
+      move(null);
+    });
+  }
+  for (const each of document.querySelectorAll("[data-submit]")) each.addEventListener("change", () => each.form.requestSubmit());
+
+  const isReady = document.body.dataset.ready === "yes";
+  new EventSource("/events").onmessage = (message) => {
+    const state = JSON.parse(message.data);
+    if (!isReady) {
+      if (state.ready) location.reload();
+      const words = document.getElementById("reading");
+      words.textContent = state.error || `${state.position.toLocaleString("en")} of ${state.end.toLocaleString("en")} events`;
+      const progress = document.getElementById("progress");
+      if (progress) [progress.max, progress.value] = [Math.max(state.end, 1), state.position];
+    } else if (state.error) {
+      told.textContent = state.error;
+    } else if (state.ready && at() === null && state.position > Number(slider.max)) {
+      refresh();
+    } else if (state.ready) {
+      slider.max = Math.max(slider.max, state.position);
+    }
+  };
+
+  addEventListener("load", drawAll);
+})();
