@@ -163,9 +163,8 @@ def spec(
     y = {"type": "quantitative", "scale": {"zero": False}}
     compared = any("run" in each for each in values)
     colour = {"field": "run" if compared else "figure", "type": "nominal", "title": None}
-    style: dict[str, Any] = {"color": colour}
-    if compared:
-        style["strokeDash"] = {"field": "figure", "type": "nominal", "title": None}
+    style: dict[str, Any] = {"color": colour, "detail": {"field": "figure", "type": "nominal"}}
+    dashes = {"strokeDash": {"field": "figure", "type": "nominal", "title": None}} if compared else {}
     tips = [{"field": name, "type": "nominal"} for name in (("run", "figure") if compared else ("figure",))]
     tips += [{**x, "title": x["title"]}, {"field": "y", "type": "quantitative", "title": chart.unit, "format": ".5g"}]
     line = {"type": "line", "point": {"size": 12} if len(values) < MARKED else False, "strokeWidth": 1.5}
@@ -184,7 +183,7 @@ def spec(
             {
                 "mark": line,
                 "params": [{"name": "zoom", "select": "interval", "bind": "scales"}],
-                "encoding": {"x": x, "y": {**y, "field": "y", "title": chart.unit}, **style, "tooltip": tips},
+                "encoding": {"x": x, "y": {**y, "field": "y", "title": chart.unit}, **style, **dashes, "tooltip": tips},
             },
         ],
     }

@@ -6,7 +6,7 @@ another seed would change: for that, compare several runs of each.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import msgspec
@@ -68,13 +68,16 @@ def _text(value: Any) -> str:
     return "not set" if value is None else value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def figure_differences(before: RunSeries, after: RunSeries, window: int = WINDOW) -> list[FigureDifference]:
-    """Return the differences over the newest `window` steps that both runs have completed, or none without such steps.
+def figure_differences(
+    before: RunSeries, after: RunSeries, window: int = WINDOW, until: float = inf
+) -> list[FigureDifference]:
+    """Return the differences over the newest `window` steps that both runs have completed by event `until` of the log,
+    or none without such steps.
 
     The noise of a reward comes from the groups of its batches; other figures are one number for each step, and their
     noise is taken from their changes between consecutive steps, since a trend is not noise.
     """
-    rows = [{row.step: row for row in series.steps} for series in (before, after)]
+    rows = [{row.step: row for row in series.steps if row.done_seq <= until} for series in (before, after)]
     steps = sorted(rows[0].keys() & rows[1].keys())[-window:]
     if not steps:
         return []

@@ -1,5 +1,7 @@
 """What is shown of a log: its state at one position, and the figures of its runs. Pure."""
 
+from array import array
+from bisect import bisect_right
 from collections import deque
 from typing import Self
 
@@ -28,7 +30,7 @@ class _EncodedMoment(msgspec.Struct, kw_only=True):
     hive: Hive
     position: int
     now_ns: int
-    seconds: dict[str, deque[SecondLoad]]
+    seconds: dict[str, list[SecondLoad]]
     last: list[ev.AnyEvent]
     anew_ns: int
 
@@ -83,7 +85,7 @@ class Moment:
                 hive=self.hive,
                 position=self.position,
                 now_ns=self.now_ns,
-                seconds=self.seconds,
+                seconds={name: list(kept) for name, kept in self.seconds.items()},
                 last=self.last.events,
                 anew_ns=self.last.anew_ns,
             )
@@ -109,11 +111,32 @@ class Record:
         self.first = position
         self.live = Moment(hive, position)
         self.runs = Runs(hive)
+        # By engine and run, with which episode ids begin: the number of each claim's first episode, and the claim's
+        # position. Numbers are consecutive.
+        self._claims: dict[str, tuple[array[int], array[int]]] = {}
 
     def note(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
         self.live.note(position, event, stored_ns)
         self.runs.note(position, event)
 
+        if isinstance(event, ev.EpisodeClaimed) and event.episodes:
+            stem, number = _parts(event.episodes[0])
+            numbers, positions = self._claims.setdefault(stem, (array("q"), array("q")))
+            numbers.append(number)
+            positions.append(position)
+
+    def claimed_at(self, episode: str) -> int:
+        """Return the position of the claim of an episode, or `first` if the log has no such claim."""
+        stem, number = _parts(episode)
+        numbers, positions = self._claims.get(stem, ((), ()))
+        index = bisect_right(numbers, number) - 1
+        return positions[index] if index >= 0 else self.first
+
     def runs_at(self, position: int) -> list[RunSeries]:
         """Return the runs that had started by a position, oldest first."""
         return [series for series in self.runs.series.values() if series.started_seq <= position]
+
+
+def _parts(episode: str) -> tuple[str, int]:
+    stem, _, number = episode.rpartition("-")
+    return stem, int(number) if number.isdecimal() else 0

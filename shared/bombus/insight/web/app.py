@@ -12,11 +12,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from bombus.insight.watch import LogWatch
-from bombus.insight.web import now, run
+from bombus.insight.web import compare, episode, now, run, step
 from bombus.insight.web.pages import static
 from bombus.machine.host_names import AsgiApp, AsgiMessage, AsgiReceive, AsgiSend
 
-PAGES = (now, run)  # each has `ROUTES`
+PAGES = (now, run, step, episode, compare)  # each has `ROUTES`
 PAUSE_S = 0.5  # between two changes that a page is told of
 SILENCE_S = 15.0  # after which a comment finds out whether the browser is still there
 

@@ -20,6 +20,7 @@ from bombus.figures import duration, seconds_between
 from bombus.insight.record import Moment, Record
 from bombus.insight.watch import LogWatch
 from bombus.replay.diagnosis.steps import RunSeries
+from bombus.replay.episode.style import EPISODE
 from bombus.replay.moments import clock, date
 from bombus.replay.source import NotOnLog, Source
 
@@ -57,10 +58,10 @@ class Visit(msgspec.Struct):
         """Return a parameter of the URL that is a natural number, or None if it is missing or is not one."""
         return _number(self.request.query_params.get(name, ""))
 
-    def link(self, *path: str | int, **query: str | float | None) -> str:
+    def link(self, *path: str | int, **query: str | float | list[str] | None) -> str:
         """Return the URL of another page at the same position. Each part of the path is escaped."""
         parameters = {"at": self.at, **query}
-        text = urlencode({name: value for name, value in parameters.items() if value is not None})
+        text = urlencode({name: value for name, value in parameters.items() if value is not None}, doseq=True)
         return "/" + "/".join(quote(str(part), safe="") for part in path) + (f"?{text}" if text else "")
 
     def html(self, template: str, **values: Any) -> Response:
@@ -128,13 +129,21 @@ def _templates() -> Environment:
 
 # ---- scripts and styles ---------------------------------------------------------------------------------------------
 
-_TYPES = {"page.js": "text/javascript", "page.css": "text/css", "vega.js": "text/javascript"}
+_TYPES = {
+    "page.js": "text/javascript",
+    "episode.js": "text/javascript",
+    "vega.js": "text/javascript",
+    "page.css": "text/css",
+    "episode.css": "text/css",
+}
 
 
 @cache
 def _static(name: str) -> bytes:
     if name == "vega.js":
         return vl_convert.javascript_bundle().encode()
+    if name == "episode.css":
+        return EPISODE.encode()
     return (resources.files("bombus.insight.web") / "static" / name).read_bytes()
 
 

@@ -33,7 +33,7 @@ async def show(visit: Visit) -> Response:
         series=series,
         steps=steps,
         findings=diagnose(steps, series.job),
-        axis=_axis(visit),
+        axis=axis_of(visit),
         axes=AXES,
         charts=CHARTS,
         step=step,
@@ -45,14 +45,14 @@ async def show(visit: Visit) -> Response:
 
 async def points(visit: Visit) -> Response:
     """Answer with the charts, or with the points of the steps after event `after`."""
-    series, axis, after = visit.run(visit.request.path_params["name"]), _axis(visit), visit.number("after") or 0
+    series, axis, after = visit.run(visit.request.path_params["name"]), axis_of(visit), visit.number("after") or 0
     found = charts.all_points(series, axis, visit.position, after)
     specs = {} if after else {chart.key: charts.spec(chart, (), axis) for chart in CHARTS}
     whole = [chart.key for chart in CHARTS if chart.by_version]
     return json({"position": visit.position, "specs": specs, "points": found, "whole": whole})
 
 
-def _axis(visit: Visit) -> Axis:
+def axis_of(visit: Visit) -> Axis:
     asked = visit.request.query_params.get("axis", "")
     return next((axis for axis in AXES if axis == asked), "step")
 

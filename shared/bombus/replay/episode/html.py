@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from bombus.replay.episode.style import STYLE
+from bombus.replay.episode.style import EPISODE, FRAME
 from bombus.replay.episode.text import branch_lines, extends, facts, outcome
 from bombus.replay.episode.tree import EpisodeTranscript, Token, Turn, TurnReply
 
@@ -22,13 +22,14 @@ def page(transcript: EpisodeTranscript, where: str) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(transcript.story.id)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{_text(transcript.story.id)}</title>\n<style>{FRAME}{EPISODE}</style>\n</head>\n"
+        '<body class="episode-frame">\n<main class="episode">\n'
         + f"{body(transcript)}\n{footer}\n</main>\n</body>\n</html>\n"
     )
 
 
 def body(transcript: EpisodeTranscript) -> str:
-    """Return the episode as part of a page that has the style sheet `STYLE`.
+    """Return the episode as part of a page whose style sheet has `EPISODE`.
 
     Each call's section says when the call began and ended, in seconds after the claim, as `data-began` and
     `data-ended`.

@@ -50,14 +50,21 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
         return noted is not None and not noted.late
 
 
-async def read_story(source: Source, episode: str) -> EpisodeStory:
-    """Read the whole log for one episode. Raises `NotOnLog`, which lists existing episodes, if the log does not have
-    it."""
-    hive, position = await source.base()
+async def read_story(
+    source: Source, episode: str, start: tuple[Hive, int] | None = None, until: int | None = None
+) -> EpisodeStory:
+    """Read the log for one episode, up to event `until` or to the event after which nothing happens to the episode.
+
+    `start` is a state from before the episode's claim, with its position; the state is changed. By default the log is
+    read from its beginning. Raises `NotOnLog`, which lists existing episodes, if the log does not have the episode.
+    """
+    hive, position = await source.base() if start is None else start
     reader = _StoryReader(episode, hive, position)
-    async with aclosing(source.events()) as entries:
+    async with aclosing(source.events(position, until)) as entries:
         async for entry in entries:
             reader.take(entry)
+            if start is not None and reader.is_over:
+                break
     return reader.story()
 
 
@@ -87,6 +94,15 @@ class _StoryReader:
         engine = self._hive.engines[event.engine]
         if was_in_pool and self._id not in engine.pool:
             _left_the_pool(story, as_folded(self._hive, event), entry.seq)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the episode was trained, dropped or aborted, or was an evaluation episode and has ended."""
+        story = self._story
+        if story is None:
+            return False
+        measured = story.outcome is not None and story.type == ev.EpisodeType.EVAL
+        return bool(story.fate) or story.aborted is not None or measured
 
     def story(self) -> EpisodeStory:
         if self._story is None:

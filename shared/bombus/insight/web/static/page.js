@@ -129,11 +129,12 @@
     const details = figure.querySelector("details");
     details.ontoggle = () => fillTable(figure, points);
     if (!details.open) return;
-    const names = [...new Set(points.map((each) => each.figure))];
+    const named = (each) => (each.run ? `${each.run} ${each.figure}` : each.figure);
+    const names = [...new Set(points.map(named))];
     const rows = new Map();
     for (const each of points) {
       if (!rows.has(each.x)) rows.set(each.x, new Map());
-      rows.get(each.x).set(each.figure, each.y);
+      rows.get(each.x).set(named(each), each.y);
     }
     const table = document.createElement("table");
     const head = table.createTHead().insertRow();

@@ -1,0 +1,26 @@
+"""The page of an episode: its calls as a person reads them, with every sampled token, and its replay in time."""
+
+from markupsafe import Markup
+from starlette.responses import Response
+
+from bombus.hive.episodes import without_secret
+from bombus.insight.record import Moment
+from bombus.insight.web.pages import Visit, page
+from bombus.replay.episode.html import body
+from bombus.replay.episode.story import read_story
+from bombus.replay.episode.tree import read_transcript
+
+
+async def show(visit: Visit) -> Response:
+    name = without_secret(visit.request.path_params["episode"])
+    claimed_at = visit.record.claimed_at(name)
+    before = await visit.watch.at(min(max(visit.record.first, claimed_at - 1), visit.position))
+    start = Moment.decode(before.encode())  # reading changes it
+    story = await read_story(visit.source, name, (start.hive, start.position), visit.position)
+    transcript = await read_transcript(visit.source, story)
+    ended_s = max((turn.began_s + turn.seconds for turn in transcript.turns), default=0.0)
+    text = Markup(body(transcript))  # which has escaped all that is from the log
+    return visit.html("episode.html", story=story, body=text, calls=len(transcript.turns), ended_s=ended_s)
+
+
+ROUTES = (page("/episode/{episode}", show),)
