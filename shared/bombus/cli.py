@@ -72,6 +72,7 @@ COMMANDS = {
     "web": Command("bombus.commands.web", "serve a page that shows a hive and its runs in a browser", "insight"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("", "inspect a hive's log: what happened, and why", "server", REPLAY),
+    "sql": Command("bombus.commands.sql", "query a hive's log as tables", "sql"),
     "audit": Command("bombus.commands.audit", "account for every sampled token of a hive's log", "server"),
     "log": Command("bombus.commands.log", "check, trim or export a hive's log", "server"),
     "coordinator": Command("bombus_coordinator.cli", "run the coordinator alone", "coordinator"),

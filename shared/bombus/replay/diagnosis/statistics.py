@@ -28,7 +28,8 @@ class Spread(MetricSum, array_like=True):
     squares: float = 0.0
 
     def add(self, value: float) -> None:
-        super().add(value)
+        self.total += value
+        self.count += 1
         self.squares += value * value
 
     @property

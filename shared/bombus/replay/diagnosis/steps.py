@@ -1,7 +1,7 @@
 """What a diagnosis knows about a run: figures for each step, folded from the run's events. Memory is bounded. Pure."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, isfinite
 
 import msgspec
@@ -126,26 +126,19 @@ class RunSeries:
         return f"{self.engine}-{self.run}"
 
     def note(self, seq: int, event: ev.AnyEvent) -> None:
-        if event.engine != self.engine or getattr(event, "run", self.run) != self.run:
-            return
-        match event:
-            case ev.EpisodeClaimed():
-                self._episodes |= {name: SeenEpisode(event.at_ns) for name in event.episodes}
-                trim(self._episodes, EPISODES_KEPT)
-            case ev.CallsNoted():
-                self._note_calls(event)
-            case ev.EpisodeEnded():
-                self._end(seq, event)
-            case ev.EpisodeAborted() | ev.GroupDropped() | ev.EpisodesTaken():
-                self._lose(event)
-            case ev.RollingStarted():
-                self._rolling_ns = event.at_ns
-            case ev.BatchReady():
-                self._seal(seq, event)
-            case ev.StepCompleted():
-                self._complete(seq, event)
+        handle = _HANDLERS.get(type(event))
+        if handle is not None and event.engine == self.engine and getattr(event, "run", self.run) == self.run:
+            handle(self, seq, event)
 
-    def _note_calls(self, event: ev.CallsNoted) -> None:
+    def _claim(self, seq: int, event: ev.EpisodeClaimed) -> None:
+        for name in event.episodes:
+            self._episodes[name] = SeenEpisode(event.at_ns)
+        trim(self._episodes, EPISODES_KEPT)
+
+    def _roll(self, seq: int, event: ev.RollingStarted) -> None:
+        self._rolling_ns = event.at_ns
+
+    def _note_calls(self, seq: int, event: ev.CallsNoted) -> None:
         for call in event.calls:
             self._collected.sampled_tokens += call.completion_tokens
             episode = self._episodes.get(call.episode)
@@ -155,7 +148,9 @@ class RunSeries:
     def _end(self, seq: int, event: ev.EpisodeEnded) -> None:
         row = self._collected
         for outcome in event.outcomes:
-            episode = self._episodes.setdefault(outcome.episode, SeenEpisode(event.at_ns))
+            episode = self._episodes.get(outcome.episode)
+            if episode is None:
+                episode = self._episodes[outcome.episode] = SeenEpisode(event.at_ns)
             if event.type == EpisodeType.EVAL:
                 row.evaluated.add(outcome.reward)
                 played = EvaluatedEpisode(
@@ -170,7 +165,7 @@ class RunSeries:
             episode.seconds = seconds_between(episode.claimed_ns, event.at_ns)
         trim(self._episodes, EPISODES_KEPT)
 
-    def _lose(self, event: ev.EpisodeAborted | ev.GroupDropped | ev.EpisodesTaken) -> None:
+    def _lose(self, seq: int, event: ev.EpisodeAborted | ev.GroupDropped | ev.EpisodesTaken) -> None:
         if isinstance(event, ev.EpisodeAborted) and event.reason not in NO_FAULT:
             self._collected.aborted[event.failed_by or ""] += len(event.episodes)
         elif isinstance(event, ev.GroupDropped) and event.reason == DropReason.STALE:
@@ -215,6 +210,19 @@ class RunSeries:
             _add_groups_of_trainer(row)
         self.steps.append(row)
         del self.steps[:-STEPS_KEPT]
+
+
+_HANDLERS: dict[type, Callable[..., None]] = {
+    ev.EpisodeClaimed: RunSeries._claim,
+    ev.CallsNoted: RunSeries._note_calls,
+    ev.EpisodeEnded: RunSeries._end,
+    ev.EpisodeAborted: RunSeries._lose,
+    ev.GroupDropped: RunSeries._lose,
+    ev.EpisodesTaken: RunSeries._lose,
+    ev.RollingStarted: RunSeries._roll,
+    ev.BatchReady: RunSeries._seal,
+    ev.StepCompleted: RunSeries._complete,
+}
 
 
 def _add_group(row: StepFigures, rewards: Sequence[float], members: Sequence[SeenEpisode]) -> None:

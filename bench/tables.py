@@ -1,0 +1,92 @@
+"""What it costs to load a log into the tables of `bombus sql`, beside a fold of the same events, in seconds of CPU.
+
+python -m bench.tables [--events 1000000]
+"""
+
+import argparse
+import asyncio
+import gc
+import os
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+
+from bench.recovery import log
+from bombus.bus import Stored
+from bombus.hive.events import encode_event
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive
+from bombus.insight.database import LogDatabase
+from bombus.insight.tables import OF_EVENTS
+from bombus.replay.source import LogEnd, Source
+
+ROUNDS = 3  # other programs on the machine only add to what is measured
+
+
+class MemorySource(Source):
+    """A log in memory, so that no reading is measured."""
+
+    title = hive = "main"
+
+    def __init__(self, bodies: Sequence[bytes]) -> None:
+        self._bodies = bodies
+
+    async def base(self) -> tuple[Hive, int]:
+        return Hive(), 0
+
+    async def end(self) -> LogEnd:
+        return LogEnd(len(self._bodies), 0)
+
+    async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
+        for seq, body in enumerate(self._bodies, 1):
+            yield Stored(seq, "", body, {}, 0)
+
+    async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        return [None for _ in seqs]
+
+    async def blob(self, name: str) -> bytes:
+        raise KeyError(name)
+
+
+async def fold(source: Source) -> None:
+    hive = Hive()
+    async for entry in source.events():
+        evolve(hive, entry.event)
+
+
+async def load(source: Source, wanted: Collection[str]) -> None:
+    with LogDatabase.open() as database:
+        await database.load(source, wanted)
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    """Return the seconds of user CPU of all threads: other programs on the machine hardly change them."""
+    gc.collect()
+    before = os.times().user
+    work()
+    return os.times().user - before
+
+
+def main(count: int) -> None:
+    gc.set_threshold(50_000, 20, 20)  # as the command `bombus` does
+    source = MemorySource([encode_event(event) for event in log(count)])
+    wanted = {
+        "tables of the log": OF_EVENTS - {"metrics"},
+        "with the figures in metrics": OF_EVENTS,
+        "episodes alone": {"episodes"},
+        "metrics alone": {"metrics"},
+    }
+    folds: list[float] = []
+    loads: dict[str, list[float]] = {name: [] for name in wanted}
+    for _ in range(ROUNDS):
+        folds.append(seconds_of(lambda: asyncio.run(fold(source))))
+        for name, tables in wanted.items():
+            loads[name].append(seconds_of(lambda tables=tables: asyncio.run(load(source, tables))))  # type: ignore[misc]
+    print(f"the least of {ROUNDS} rounds, {count:,} events, seconds of user CPU:")
+    print(f"{'fold':<28} {min(folds):6.2f}")
+    for name, seconds in loads.items():
+        print(f"{name:<28} {min(seconds):6.2f}, {min(seconds) / min(folds):.2f} of the fold's")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=1_000_000)
+    main(parser.parse_args().events)

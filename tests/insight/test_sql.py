@@ -1,0 +1,260 @@
+"""`bombus sql`: the tables agree with what else is known of a log, and queries reach nothing but these tables."""
+
+import asyncio
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from math import isclose
+from pathlib import Path
+
+import duckdb
+import msgspec
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from bombus.cli import main
+from bombus.commands.audit import audited
+from bombus.insight.database import LogDatabase, tables_in
+from bombus.insight.metrics import evaluation_metrics, step_metrics
+from bombus.insight.runs import read_runs
+from bombus.insight.tables import OF_EVENTS, TABLES, EpisodeOfLog
+from bombus.replay.archive import FileSource
+from tests.insight.record import LOG as LETTERS
+from tests.logs.facts import TINY
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(params=[TINY, LETTERS], ids=lambda path: path.stem)
+def source(request: pytest.FixtureRequest) -> Iterator[FileSource]:
+    with FileSource.open(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture
+def database(source: FileSource) -> Iterator[LogDatabase]:
+    with LogDatabase.open() as opened:
+        asyncio.run(opened.load(source, TABLES))
+        yield opened
+
+
+def sql(capsys: Capture, *words: str, log: Path = LETTERS) -> list[str]:
+    assert main(["sql", "--log", str(log), *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(capsys: Capture, query: str) -> str:
+    assert main(["sql", "--log", str(TINY), query]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+# ---- agreement ----------------------------------------------------------------------------------------------------
+
+
+def test_every_figure_is_that_of_the_page_and_of_trackers(source: FileSource, database: LogDatabase) -> None:
+    expected: dict[tuple[str, int, str], float] = {}
+    for series in asyncio.run(read_runs(source)).series.values():
+        found = [(row.step, step_metrics(row)) for row in series.steps]
+        found += evaluation_metrics(series.evaluated).items()
+        expected |= {(series.name, step, name): value for step, row in found for name, value in row.items()}
+    rows = database.query("FROM metrics").fetchall()
+    assert {(run, step, name): value for run, step, name, value in rows} == expected
+    assert len(rows) == len(expected) > 100
+
+
+def test_the_tokens_are_those_that_an_audit_accounts_for(source: FileSource, database: LogDatabase) -> None:
+    report = asyncio.run(audited(source))
+    assert not report.differences
+    for query in (
+        "SELECT sum(completion_tokens) FROM calls",
+        "SELECT count(*) FROM tokens",
+        "SELECT sum(tokens) FROM answers",
+    ):
+        assert database.query(query).fetchone() == (report.sampled,), query
+    by_step = database.query("SELECT run, step, coalesce(fates['trained'], 0) FROM steps").fetchall()
+    assert {(f"{each.engine}-{each.run}", each.step, each.tokens) for each in report.steps} == set(by_step)
+    if LETTERS.samefile(source.title):  # earlier versions did not report what steps did with tokens
+        fates = "(SELECT unnest(map_entries(fates)) AS fate FROM episodes)"
+        found = dict(database.query(f"SELECT fate.key, sum(fate.value)::INT FROM {fates} GROUP BY ALL").fetchall())
+        assert found == {fate: count for fate, count in report.tokens.items() if fate.startswith(("trained", "masked"))}
+        trained = database.query("SELECT count(*) FROM tokens WHERE trained").fetchone()
+        assert trained == (report.tokens["trained"],)
+        assert database.query("SELECT count(*) FROM tokens WHERE trained IS NULL").fetchone() == (0,)
+
+
+def test_samples_have_each_sampled_token_of_their_episodes_once(database: LogDatabase) -> None:
+    query = "SELECT episode, sum(list_sum(loss_mask))::INT FROM samples GROUP BY episode"
+    expected = "SELECT episode, completion_tokens FROM episodes WHERE state = 'trained'"
+    found = dict(database.query(query).fetchall())
+    assert found == dict(database.query(expected).fetchall())
+    assert found
+
+
+def test_each_event_is_there_as_json(source: FileSource, database: LogDatabase) -> None:
+    async def events() -> list[tuple[int, str]]:
+        return [(entry.seq, msgspec.json.encode(entry.event).decode()) async for entry in source.events()]
+
+    assert database.query("SELECT seq, json FROM events ORDER BY seq").fetchall() == asyncio.run(events())
+
+
+def test_the_rows_of_an_episode_are_its_columns() -> None:
+    assert [column.name for column in TABLES["episodes"].columns] == list(EpisodeOfLog.__struct_fields__)
+
+
+def test_the_recorded_episodes_have_ended_as_they_did(database: LogDatabase, source: FileSource) -> None:
+    found = dict(database.query("SELECT state, count(*) FROM episodes GROUP BY state").fetchall())
+    if TINY.samefile(source.title):
+        assert found == {"trained": 12, "dropped": 2, "aborted": 3, "ended": 2}
+        first = "SELECT task, reason, reward, calls, seconds > 0 FROM episodes WHERE episode = 'main-1-1'"
+        assert database.query(first).fetchone() == ("equal", "no_signal", 0.5, 1, True)
+        runs = database.query("SELECT run, state, kind, model FROM runs ORDER BY run").fetchall()
+        assert runs == [("main-1", "stopped", "job", "tiny"), ("main-2", "running", "job", "tiny")]
+        groups = "SELECT task, episodes, reward, has_signal FROM groups WHERE run = 'main-1' AND step = 2 ORDER BY 1"
+        assert database.query(groups).fetchall() == [("a", 2, 0.5, True), ("tree", 2, 0.25, True)]
+
+
+# ---- what is loaded, and what a query may do ----------------------------------------------------------------------
+
+
+def test_stored_calls_are_read_only_for_a_query_that_names_their_tables() -> None:
+    assert tables_in("SELECT completion_tokens FROM Calls") == {"calls"}
+    reads: list[int] = []
+
+    class Counting(FileSource):
+        async def messages(self, stream: str, seqs: object) -> list[bytes | None]:
+            reads.append(1)
+            return await super().messages(stream, seqs)  # type: ignore[arg-type]
+
+    with Counting.open(TINY) as source, LogDatabase.open() as database:
+        asyncio.run(database.load(source, OF_EVENTS))
+        assert not reads
+        asyncio.run(database.load(source, {"tokens"}))
+        assert reads
+        count = len(reads)
+        asyncio.run(database.load(source, {"tokens", "answers", "calls"}))
+        assert len(reads) == count, "they are there"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "FROM read_csv('/etc/passwd')",
+        "FROM '/etc/passwd'",
+        "COPY runs TO 'stolen.csv'",
+        "ATTACH 'other.db'",
+        "INSTALL httpfs",
+        "SET enable_external_access = true",
+        "SET memory_limit = '1TB'",
+        "EXPORT DATABASE 'stolen'",
+    ],
+)
+def test_a_query_reaches_no_file_and_no_network_and_changes_no_limit(
+    query: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys, query).startswith("bombus sql: ")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_query_that_is_wrong_is_refused_in_one_sentence(capsys: Capture) -> None:
+    assert "syntax error" in refused(capsys, "SELEC 1")
+    assert '"rewards" not found' in refused(capsys, "SELECT rewards FROM episodes")
+    assert "--tables" in refused(capsys, "FROM nothing")
+
+
+# ---- what is printed and written ----------------------------------------------------------------------------------
+
+
+def test_the_same_rows_are_printed_and_written_in_every_form(capsys: Capture, tmp_path: Path) -> None:
+    query = "SELECT episode, reward, claimed, reported FROM episodes WHERE reward IS NOT NULL ORDER BY episode LIMIT 5"
+    rows = [json.loads(line) for line in sql(capsys, query, "--json")]
+    assert len(rows) == 5
+    table = sql(capsys, query)
+    assert table[0].split() == ["episode", "reward", "claimed", "reported"]
+    assert [line.split()[0] for line in table[1:]] == [row["episode"] for row in rows]
+    lines = [*csv.DictReader(io.StringIO("\n".join(sql(capsys, query, "--csv"))))]
+    assert [json.loads(line["reported"]) for line in lines] == [row["reported"] for row in rows]
+    for name in ("rows.parquet", "rows.arrow", "rows.csv"):
+        sql(capsys, query, "--out", str(tmp_path / name))
+    parquet = pyarrow.parquet.read_table(tmp_path / "rows.parquet")
+    assert parquet.column("reward").to_pylist() == [row["reward"] for row in rows]
+    with pyarrow.ipc.open_file(tmp_path / "rows.arrow") as file:
+        assert file.read_all() == parquet
+    assert [*csv.DictReader((tmp_path / "rows.csv").open())] == lines
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.arrow", "rows.csv", "rows.parquet"]
+
+
+def test_a_query_is_read_from_stdin(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("SELECT count(*) AS n FROM runs"))
+    assert sql(capsys, "--csv", log=TINY) == ["n", "2"]
+
+
+def test_a_long_table_is_cut_and_says_so(capsys: Capture) -> None:
+    assert main(["sql", "--log", str(TINY), "SELECT position FROM tokens, range(2)"]) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 201
+    assert "--out" in shown.err
+
+
+def test_a_database_is_kept_for_other_tools_and_never_written_over(capsys: Capture, tmp_path: Path) -> None:
+    kept = tmp_path / "log.duckdb"
+    sql(capsys, "SELECT count(*) FROM tokens", "--database", str(kept))
+    with duckdb.connect(str(kept), read_only=True) as connection:
+        for name in TABLES.keys() - {"samples"}:
+            assert connection.execute(f"FROM {name} LIMIT 1").fetchall(), name
+    assert main(["sql", "--log", str(TINY), "--database", str(kept), "SELECT 1"]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_the_tables_are_described(capsys: Capture) -> None:
+    assert main(["sql", "--tables"]) == 0
+    described = capsys.readouterr().out.splitlines()
+    for name, table in TABLES.items():
+        start = described.index(next(line for line in described if line.startswith(f"{name}: ")))
+        for line, column in zip(described[start + 1 :], table.columns, strict=False):
+            assert line.split()[0] == column.name
+
+
+# ---- docs/sql.md --------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sql.md").read_text()
+QUESTIONS = dict(re.findall(r"^\*\*(.*?)\*\*.*?^```sql\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+FIRST = {
+    "Which tasks never succeed?": {"task": "capitals", "data_set": "letters", "episodes": 70, "best": 0.0},
+    "What is the reward by data set and policy version?": {
+        "data_set": "digits", "version": 5, "type": "eval", "episodes": 6, "reward": pytest.approx(0.96633, abs=1e-5)
+    },
+    "Which episodes were the slowest, and why?": {"task": "digit", "calls": 1, "completion_tokens": 5},
+    "Which share of the tokens in batches was masked, and by which rule?": {
+        "fate": "masked: group without signal", "tokens": 1034, "share": 1034 / 1670
+    },
+    "What became of the calls?": {"outcome": "complete", "calls": 280, "tokens": 1832, "merged_share": 0.0},
+    "Do sampler and trainer drift apart?": {"run": "main-1", "step": 1, "before": None},
+    "Which clients play how many episodes, and what fails there?": {
+        "episodes": 69, "aborted": 5, "usual_failure": "environment"
+    },
+    "Which truncated answers are the longest?": {"task": "long", "tokens": 12, "cut_by": "turn"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_each_query_of_the_page_answers_its_question(question: str, capsys: Capture) -> None:
+    rows = [json.loads(line) for line in sql(capsys, QUESTIONS[question], "--json")]
+    assert rows
+    assert {name: rows[0][name] for name in FIRST[question]} == FIRST[question]
+
+
+def test_the_parts_of_a_slow_episode_are_its_time(capsys: Capture) -> None:
+    for line in sql(capsys, QUESTIONS["Which episodes were the slowest, and why?"], "--json"):
+        row = json.loads(line)
+        assert isclose(row["waiting_s"] + row["sampling_s"] + row["outside_s"], row["seconds"], rel_tol=1e-6)
+
+
+def test_the_page_has_eight_questions_and_every_table() -> None:
+    assert set(FIRST) == set(QUESTIONS)
+    assert len(QUESTIONS) == 8
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == TABLES.keys()
