@@ -53,7 +53,7 @@ async def fold(source: Source) -> None:
 
 
 async def load(source: Source, wanted: Collection[str]) -> None:
-    with LogDatabase.open() as database:
+    with LogDatabase() as database:
         await database.load(source, wanted)
 
 

@@ -96,7 +96,7 @@ WINGS = {
         "terminal",
     },
     "clients": {"curriculum", "demo", "environments", "rollout", "sdk", "slime", "tasks"},
-    "operators": {"commands", "export", "host", "insight", "replay"},
+    "operators": {"commands", "export", "host", "insight", "replay", "runs"},
 }
 # What services import of the other wings, and why.
 OTHER_WINGS = {

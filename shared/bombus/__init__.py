@@ -98,6 +98,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "runs":  # a module for notebooks, which needs the extra `sql`
+        return importlib.import_module("bombus.runs")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'bombus' has no attribute {name!r}")

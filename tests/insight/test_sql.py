@@ -36,7 +36,7 @@ def source(request: pytest.FixtureRequest) -> Iterator[FileSource]:
 
 @pytest.fixture
 def database(source: FileSource) -> Iterator[LogDatabase]:
-    with LogDatabase.open() as opened:
+    with LogDatabase() as opened:
         asyncio.run(opened.load(source, TABLES))
         yield opened
 
@@ -129,7 +129,7 @@ def test_stored_calls_are_read_only_for_a_query_that_names_their_tables() -> Non
             reads.append(1)
             return await super().messages(stream, seqs)  # type: ignore[arg-type]
 
-    with Counting.open(TINY) as source, LogDatabase.open() as database:
+    with Counting.open(TINY) as source, LogDatabase() as database:
         asyncio.run(database.load(source, OF_EVENTS))
         assert not reads
         asyncio.run(database.load(source, {"tokens"}))

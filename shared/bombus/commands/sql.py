@@ -66,7 +66,7 @@ async def _query(source: Source, arguments: argparse.Namespace) -> None:
     if arguments.out is not None and arguments.out.suffix not in SUFFIXES:
         raise BadUsage(f"--out must be a file ending in {', '.join(SUFFIXES)}")
     text = arguments.query or ("" if arguments.database and sys.stdin.isatty() else sys.stdin.read())
-    with LogDatabase.open(arguments.database) as database:
+    with LogDatabase(arguments.database) as database:
         await database.load(source, tables_in(text) | (OF_EVENTS if arguments.database else set()))
         if not text.strip():
             return

@@ -25,7 +25,9 @@ ROWS_AT_ONCE = 32_768
 _STORED_CALLS = """
     SELECT c.run, c.episode, place, call, digest, c.outcome = 'complete', coalesce(e.state = 'trained', false),
         CASE WHEN e.fates IS NOT NULL THEN coalesce(e.fates['trained'], 0) END
-    FROM calls c LEFT JOIN episodes e USING (episode) ORDER BY c.run, c.episode, place
+    FROM calls c LEFT JOIN episodes e USING (episode)
+    WHERE $episode IS NULL OR c.episode = $episode
+    ORDER BY c.run, c.episode, place
 """
 
 
@@ -41,12 +43,18 @@ class LogDatabase:
     as a fold. What is read from stored calls may be larger than memory, so DuckDB has a copy that it can spill.
     """
 
-    def __init__(self, path: Path | None, spill: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
+        """Make a database in memory, or in a new file. Raises `QueryRefused` if there is such a file."""
+        if path is not None:
+            if path.exists():
+                raise QueryRefused(f"{path} exists already: remove it, or open it with `duckdb {path}`")
+            private_folder(path.parent)
+        self._spill = tempfile.TemporaryDirectory(prefix="bombus-sql-")
         memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 << 20)
         config: dict[str, Any] = {
             "threads": min(THREADS_MAX, os.cpu_count() or 1),
             "memory_limit": f"{min(MEMORY_MB_MAX, memory_mb)}MB",
-            "temp_directory": str(spill),
+            "temp_directory": self._spill.name,
         }
         self.runs: Runs | None = None
         self._connection = duckdb.connect(":memory:" if path is None else str(path), config=config)
@@ -62,23 +70,12 @@ class LogDatabase:
                 self._connection.register("_rows", table.schema.empty_table())
                 self._connection.execute(f"CREATE TABLE {name} AS FROM _rows")
 
-    @classmethod
-    @contextmanager
-    def open(cls, path: Path | None = None) -> Iterator[Self]:
-        """Make a database in memory, or in a new file. Raises `QueryRefused` if there is such a file."""
-        with tempfile.TemporaryDirectory(prefix="bombus-sql-") as folder:
-            if path is not None:
-                if path.exists():
-                    raise QueryRefused(f"{path} exists already: remove it, or open it with `duckdb {path}`")
-                private_folder(path.parent)
-            database = cls(path, Path(folder))
-            try:
-                yield database
-            finally:
-                database.close()
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()
+        self._spill.cleanup()
 
     async def load(self, source: Source, wanted: Collection[str]) -> None:
         """Load those of the wanted tables that are not loaded yet."""
@@ -93,16 +90,17 @@ class LogDatabase:
                 self._connection.register(name, rows)
         if stored:
             self._loaded |= {"answers", "tokens"}
-            await read_stored_calls(source, self._stored_calls(), self._write)
+            await read_stored_calls(source, self.stored_calls(), self._write)
         if "samples" in wanted and "samples" not in self._loaded:
             self._loaded.add("samples")
             for (run,) in self._connection.execute("SELECT run FROM runs WHERE kind = 'job'").fetchall():
                 for batch in await read_samples(source, run):
                     self._write("samples", batch)
 
-    def _stored_calls(self) -> list[list[StoredCall]]:
-        """Return the calls of each episode, in the order in which they were stored."""
-        rows = self._connection.execute(_STORED_CALLS).fetchall()
+    def stored_calls(self, episode: str | None = None) -> list[list[StoredCall]]:
+        """Return the calls of each episode, or of one, in the order in which they were stored. It needs the tables
+        `calls` and `episodes`."""
+        rows = self._connection.execute(_STORED_CALLS, {"episode": episode}).fetchall()
         calls = (
             StoredCall(run, episode, CallRef(place, call, digest), learnt, done, trained)
             for run, episode, place, call, digest, learnt, done, trained in rows

@@ -592,7 +592,8 @@ def _parts(episodes: Iterable[Sequence[StoredCall]]) -> Iterator[list[Sequence[S
         if sum(map(len, part)) >= RECORDS_AT_ONCE:
             yield part
             part = []
-    yield part
+    if part:
+        yield part
 
 
 async def _records(source: Source, refs: Sequence[CallRef]) -> list[CallRecord | None]:

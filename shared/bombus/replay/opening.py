@@ -43,6 +43,19 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def arguments_for(log: str, hive: str | None = None) -> argparse.Namespace:
+    """Return the arguments that name a log by one word: a data folder, an archive, a folder of archives, or the address
+    of a bus."""
+    path, is_bus = Path(log), "://" in log
+    is_data = not is_bus and ((path / "nats").is_dir() or (path / URL_FILE.name).is_file())
+    return argparse.Namespace(
+        nats=log if is_bus else None,
+        data=path if is_data else None,
+        log=None if is_bus or is_data else path,
+        hive=hive,
+    )
+
+
 @asynccontextmanager
 async def open_source(arguments: argparse.Namespace) -> AsyncIterator[Source]:
     """Open the log that the command line names. Raises `NotOnLog` if there is none, or `BusUnavailable`."""

@@ -1,0 +1,264 @@
+"""Runs in a notebook: their figures, episodes, calls and tokens as data frames, and their curves.
+
+    import bombus.runs
+
+    log = bombus.runs.open("my-run/hive")  # a data folder, an archive, or nats://...
+    run = log.runs["main-1"]
+    run.plot("reward")                     # shows in Jupyter
+    run.episodes()                         # a data frame of polars or, without it, of pandas
+    log.sql("SELECT task, avg(reward) FROM episodes GROUP BY task")
+
+It needs the extra `sql`, and plots also `insight`: pip install 'bombus[sql,insight]'. Everything works in plain
+programs and in notebooks, whose event loop is already running.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from bombus.commands.diagnose import lines_of
+from bombus.errors import BombusError
+from bombus.insight.charts import OF, Axis, Chart, Spec, points, spec
+from bombus.insight.database import LogDatabase, tables_in
+from bombus.insight.metrics import evaluation_metrics, step_metrics
+from bombus.insight.runs import read_answers, read_runs
+from bombus.insight.tables import OF_EVENTS, TABLES, read_samples, read_stored_calls
+from bombus.replay.diagnosis.diagnose import diagnose
+from bombus.replay.diagnosis.findings import RunFinding
+from bombus.replay.diagnosis.steps import RunSeries
+from bombus.replay.opening import arguments_for, open_source
+from bombus.replay.source import NotOnLog, Source
+
+T = TypeVar("T")
+WIDTH = 620  # of a plot, in pixels
+
+
+class NoSuchFigure(BombusError):
+    """A run has no figure or chart of this name. The message says which there are."""
+
+
+def open(log: str | Path, hive: str | None = None) -> "HiveLog":
+    """Open the log of a hive, and read its runs, episodes and calls.
+
+    `log` is the data folder of a hive, running or stopped; an archive that `bombus log export` has written, or a folder
+    of archives; or the address of a running hive's bus, such as `nats://127.0.0.1:4222`. `hive` is the name of the
+    hive, if there are several.
+
+    The log of a running hive is read up to its present end: open it again to see what was added. Nothing stays open:
+    events, exact tokens and samples are read when they are asked for.
+
+    Raises `NotOnLog` if there is no such log, and `BusUnavailable` if no bus answers.
+    """
+    return HiveLog(log, hive)
+
+
+def compare(figure: str, *runs: "LogRun", axis: Axis = "step") -> "RunPlot":
+    """Return a chart of several runs, of the same log or of others, each in a colour of its own.
+
+    `figure` and `axis` are those of `LogRun.plot`. Raises `NoSuchFigure` if none of the runs has the figure.
+    """
+    return RunPlot(figure, runs, axis)
+
+
+def frame(table: pa.Table) -> Any:
+    """Return a table of Arrow as a data frame of polars; if polars is not installed, of pandas; without both, as it is.
+
+    `to_pandas()` makes a frame of pandas of each of them.
+    """
+    for convert in (_to_polars, pa.Table.to_pandas):
+        try:
+            return convert(table)
+        except ModuleNotFoundError:
+            continue
+    return table
+
+
+def _to_polars(table: pa.Table) -> Any:
+    import polars
+
+    return polars.from_arrow(table)
+
+
+class HiveLog:
+    """A log that was read. `title` says which, and `runs` has the runs of its jobs by name, such as `main-2`, oldest
+    first."""
+
+    def __init__(self, log: str | Path, hive: str | None = None) -> None:
+        self._arguments = arguments_for(str(log), hive)
+        self._database = LogDatabase()
+
+        async def load(source: Source) -> str:
+            await self._database.load(source, OF_EVENTS - {"events"})
+            return source.title
+
+        self.title = self.read(load)
+        found = self._database.runs
+        self.runs = {} if found is None else {name: LogRun(self, series) for name, series in found.series.items()}
+
+    def __repr__(self) -> str:
+        return f"<{self.title}: {', '.join(self.runs) or 'no run of a job'}>"
+
+    def sql(self, query: str, **parameters: object) -> Any:
+        """Run a query in DuckDB's SQL and return its rows as a data frame. `$name` stands for a parameter.
+
+            log.sql("FROM episodes WHERE task = $task ORDER BY reward", task="7+5")
+
+        docs/sql.md has the tables and useful queries. The first query that names `events`, `answers`, `tokens` or
+        `samples` reads all of that table, which may take a while. Raises `QueryRefused`, which says what is wrong with
+        the query.
+        """
+        wanted = tables_in(query)
+        if wanted - OF_EVENTS or "events" in wanted:
+            self.read(lambda source: self._database.load(source, wanted))
+        return frame(pa.Table.from_batches(self._database.arrow(query, parameters)))
+
+    def tokens(self, episode: str) -> Any:
+        """Return the tokens of one episode. See `LogRun.tokens`."""
+        found: list[pa.RecordBatch] = []
+        calls = self._database.stored_calls(episode)
+        if not calls:
+            raise NotOnLog(f"{self.title} has no calls of an episode {episode}")
+
+        def keep(name: str, batch: pa.RecordBatch) -> None:
+            if name == "tokens":
+                found.append(batch)
+
+        self.read(lambda source: read_stored_calls(source, calls, keep))
+        return frame(pa.Table.from_batches(found, TABLES["tokens"].schema))
+
+    def read(self, work: Callable[[Source], Coroutine[Any, Any, T]]) -> T:
+        """Open the log again and work on it, in a thread with an event loop of its own, since a notebook's is
+        running."""
+
+        async def opened() -> T:
+            async with open_source(self._arguments) as source:
+                return await work(source)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: asyncio.run(opened())).result()
+
+
+class LogRun:
+    """A run of a job. Its methods return data frames (see `frame`), except for `diagnose` and `plot`."""
+
+    def __init__(self, log: HiveLog, series: RunSeries) -> None:
+        self.log = log
+        self.name = series.name
+        self._series = series
+
+    def __repr__(self) -> str:
+        return f"<run {self.name} of {self.log.title}: {len(self._series.steps)} steps>"
+
+    def metrics(self) -> Any:
+        """Return the figures of the run: a row for each step, and a column for each figure, such as `reward/mean`.
+
+        They are the figures that the page, reports and trackers show. What is not known of a step is null.
+        """
+        return _wide("step", {row.step: step_metrics(row) for row in self._series.steps})
+
+    def evaluations(self) -> Any:
+        """Return the figures of evaluations: a row for each policy version, with columns such as `held_out/mean` and,
+        if tasks report success, `held_out/pass@1`."""
+        return _wide("version", evaluation_metrics(self._series.evaluated))
+
+    def episodes(self) -> Any:
+        """Return the episodes in the order of their claims: who played them, their rewards, and what became of
+        them."""
+        return self.log.sql("FROM episodes WHERE run = $run ORDER BY claimed, episode", run=self.name)
+
+    def calls(self) -> Any:
+        """Return the recorded calls in order: their lengths, policy versions and outcomes, without their tokens."""
+        return self.log.sql("FROM calls WHERE run = $run ORDER BY seq, place", run=self.name)
+
+    def tokens(self, episode: str) -> Any:
+        """Return the exact tokens that were sampled in an episode: their ids, logprobs and policy versions, and whether
+        a step has trained on them.
+
+        Calls that are no longer kept have no rows. Raises `NotOnLog` if the episode has no calls.
+        """
+        return self.log.tokens(episode)
+
+    def samples(self, step: int) -> Any:
+        """Return the sequences that a step trained on, with masks, logprobs and advantages, as `bombus replay batch`
+        writes them.
+
+        Raises `NotOnLog` if there is no such step, and `NotInstalled` without the extra `trainer`.
+        """
+        batches = self.log.read(lambda source: read_samples(source, self.name, (step,)))
+        return frame(pa.Table.from_batches(batches, TABLES["samples"].schema))
+
+    def diagnose(self) -> "RunDiagnosis":
+        """Return what is wrong with the learning of this run. It is shown as `bombus diagnose` prints it."""
+
+        async def read(source: Source) -> RunSeries:
+            series = (await read_runs(source)).series[self.name]
+            await read_answers(source, series)
+            return series
+
+        return RunDiagnosis(self.log.read(read), self.log.title)
+
+    def plot(self, figure: str, axis: Axis = "step") -> "RunPlot":
+        """Return a chart that Jupyter shows.
+
+        `figure` is one of the charts of the page, such as `reward`, `held_out`, `length` or `time`, or one column of
+        `metrics` or `evaluations`, such as `reward/success_rate`. `axis` is `step`, `version`, `minutes` or `tokens`.
+        Raises `NoSuchFigure`.
+        """
+        return RunPlot(figure, [self], axis)
+
+    def points(self, chart: Chart, axis: Axis) -> list[dict[str, Any]]:
+        """Return the points of a chart for this run."""
+        return points(chart, self._series, axis)
+
+
+class RunDiagnosis:
+    """What is wrong with the learning of a run. `findings` is empty if nothing was found."""
+
+    def __init__(self, series: RunSeries, title: str) -> None:
+        self.findings: list[RunFinding] = diagnose(series.steps, series.job)
+        self._lines = lines_of(series, self.findings, title)
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines)
+
+
+class RunPlot:
+    """A chart of one or several runs. Jupyter draws its `spec`, which is Vega-Lite's, or shows it as a picture."""
+
+    def __init__(self, figure: str, runs: "tuple[LogRun, ...] | list[LogRun]", axis: Axis = "step") -> None:
+        chart = OF.get(figure) or Chart(figure, figure, "", (figure,), "", figure.startswith("held_out/"))
+        names = [run.name for run in runs]
+        found: list[dict[str, Any]] = []
+        for run in runs:
+            label = {"run": run.name if names.count(run.name) == 1 else f"{run.log.title}: {run.name}"}
+            found += [point | (label if len(runs) > 1 else {}) for point in run.points(chart, axis)]
+        if not found:
+            raise NoSuchFigure(
+                f"{', '.join(names) or 'no run'} has no figure {figure}; the charts are {', '.join(OF)}, and the "
+                "columns of metrics() and evaluations() can be plotted as well"
+            )
+        self.spec: Spec = spec(chart, found, axis, WIDTH) | {"title": chart.title}
+
+    def svg(self) -> str:
+        """Return the chart as SVG. Raises `ModuleNotFoundError` without the extra `insight`."""
+        import vl_convert
+
+        return str(vl_convert.vegalite_to_svg(self.spec))
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        bundle = {"text/plain": self.spec["description"], "application/vnd.vegalite.v6+json": self.spec}
+        try:
+            return bundle | {"image/svg+xml": self.svg()}
+        except ModuleNotFoundError:
+            return bundle
+
+
+def _wide(key: str, rows: dict[int, dict[str, float]]) -> Any:
+    """Return figures as a frame with a row for each step or version, and a column for each name."""
+    names = sorted({name for row in rows.values() for name in row})
+    columns = {name: pa.array([row.get(name) for row in rows.values()], pa.float64()) for name in names}
+    return frame(pa.table({key: pa.array(rows, pa.int64()), **columns}))
