@@ -178,6 +178,7 @@ def test_the_client_alone_needs_httpx_msgspec_and_pydantic() -> None:
         ("vllm", "vllm"),
         ("verl", "verl"),
         ("opentelemetry-sdk", "telemetry"),
+        ("prometheus-client", "telemetry"),
         ("textual", "overwatch"),
     ],
 )
@@ -431,6 +432,7 @@ LAZY_IMPORTS = {
     ("bombus.config.documents", "bombus.config.plain_yaml"): "needs the extra `yaml`",
     ("bombus.export.writing", "bombus.weights.merging"): "needs torch",
     ("bombus.host.doctor_streams", "bombus.bus"): "needs nats-py",
+    ("bombus.machine.metrics", "bombus.machine.http_server"): "needs uvicorn, where metrics have a port of their own",
     ("bombus.weights.lora_folders", "bombus.weights.merging"): "needs torch",
     ("bombus.weights.models", "bombus.weights.lora_folders"): "needs numpy, which gateways do without",
     (

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -42,6 +43,31 @@ def read_cluster(tree: dict[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
 def planned(tree: dict[str, Any]) -> list[Service]:
     cluster, jobs = read_cluster(tree, HERE)
     return services(Layout(cluster=cluster, jobs=jobs), "nats://bus:4222")
+
+
+def test_each_process_without_a_port_of_its_own_gets_one_for_metrics_where_the_file_names_the_first() -> None:
+    tree = {
+        "metrics_port": 9464,
+        "metrics_host": "10.0.0.7",
+        "coordinator": {"count": 2},
+        "gateway": {"count": 2},
+        **engine(trainer={}, inference=[{}]),
+    }
+    found = {each.name: shlex.join(each.command) for each in planned(tree)}
+    ports = {name: re.search(r"metrics[_-]port\W+(\d+)", words) for name, words in found.items()}
+    assert {name: port[1] for name, port in ports.items() if port} == {
+        "coordinator 1": "9464",
+        "coordinator 2": "9465",
+        "trainer main": "9466",
+        "gateway 1": "9467",
+        "gateway 2": "9468",
+    }
+    assert {name for name, words in found.items() if "10.0.0.7" in words} == {
+        name for name, port in ports.items() if port
+    }
+    alone = planned({"metrics_port": 9464, **engine(trainer={}, inference=[{}])})
+    assert "metrics" not in shlex.join(alone[-1].command), "a gateway alone has a port"
+    assert not any("metrics" in shlex.join(each.command) for each in planned(engine(trainer={}, inference=[{}])))
 
 
 def refusal(tree: dict[str, Any]) -> str:

@@ -121,6 +121,8 @@ CLIENTS |= {"/scored_data_list", "/status", "/status-env", "/wandb_info"}
 
 MULTI_MODEL = {f"/{what}_multi_model_episodes" for what in ("claim", "end", "abort", "touch")}  # of no engine
 
+METRICS = {"/metrics", "/metrics/replicas"}  # of no engine
+
 
 @pytest.fixture
 async def keyed(bus: Bus) -> AsyncIterator[PlayedHive]:
@@ -142,7 +144,9 @@ async def test_every_route_has_its_guard(keyed: PlayedHive) -> None:
     """A new route has to be added to one of the sets above, and be guarded accordingly."""
     keyed.gateway.ready = False  # a request that passes gets a 503 and changes nothing
     routes = routes_of(keyed.app)
-    assert {path.removeprefix("/e/main") for _, path in routes} == OPEN | CALL | CONTROL | CLIENTS | MULTI_MODEL
+    assert {
+        path.removeprefix("/e/main") for _, path in routes
+    } == OPEN | CALL | CONTROL | CLIENTS | MULTI_MODEL | METRICS
     assert {path for _, path in routes if path.startswith("/e/")} >= {
         f"/e/main{one}" for one in CALL | CONTROL | CLIENTS
     }

@@ -82,7 +82,7 @@ async def test_an_adapter_is_loaded_once_listed_used_and_unloaded(tmp_path: Path
     assert (again.status_code, again.json()) == (200, {"address": address, "new": False})
     assert listed.json() == {"adapters": [{"address": address, "bytes": size, "uses": 0}]}
     assert worst_difference(with_merged(model, factors), [1, 2, 3], read(made.content).only) < 1e-4
-    assert f'bombus_inference_adapter_bytes{{engine="main",replica="r1"}} {size}\n' in metrics
+    assert f'bombus_inference_adapter_bytes{{engine="main"}} {float(size)}\n' in metrics
     assert gone.status_code == 200
     fault = read(after.content).fault
     assert fault is not None

@@ -247,7 +247,7 @@ async def test_health_and_metrics_report_what_is_served() -> None:
         health = await client.get("/health")
         metrics = (await client.get("/metrics")).text
         assert (health.status_code, health.json()) == (200, {"status": "ok"})
-        assert 'bombus_inference_prefill_tokens_total{engine="main",replica="r1"} 3\n' in metrics
+        assert 'bombus_inference_prefill_tokens_total{engine="main"} 3.0\n' in metrics
         await app.backend.unload()
         assert (await client.get("/health")).status_code == 503
         assert (await client.get("/nothing")).status_code == 404

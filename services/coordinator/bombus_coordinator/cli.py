@@ -6,7 +6,7 @@ from pathlib import Path
 from bombus import logs
 from bombus.cli import add_hive_arguments
 from bombus.config.flags import add_settings_arguments, settings_from
-from bombus.config.parts import LogOptions
+from bombus.config.parts import LogOptions, MetricsOptions
 from bombus.config.streams import StreamLimits
 from bombus.errors import Code, Refused
 from bombus.machine.process import run_service
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_settings_arguments(parser, LogOptions)
     add_settings_arguments(parser, StreamLimits)
+    add_settings_arguments(parser, MetricsOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,5 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     options = settings_from(LogOptions, arguments)
     archive = Path(options.archive).absolute() if options.archive else None
     compaction = Compaction(url=arguments.nats, archive=archive) if options.compact else None
-    upkeep = Housekeeping(disk=disk, compaction=compaction)
+    metrics = settings_from(MetricsOptions, arguments)
+    upkeep = Housekeeping(disk=disk, compaction=compaction, metrics=metrics)
     return run_service(shell.run(arguments.nats, arguments.hive, arguments.name, upkeep, limits))

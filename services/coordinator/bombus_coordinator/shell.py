@@ -4,7 +4,9 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import msgspec
 
@@ -26,6 +28,7 @@ from bombus.bus import (
     snapshots,
 )
 from bombus.bus.snapshots import Snapshot
+from bombus.config.parts import MetricsOptions
 from bombus.config.streams import AS_THEY_ARE, StreamLimits
 from bombus.errors import BombusError, BusUnavailable, Deposed, StreamEndLost
 from bombus.hive import events as ev
@@ -34,11 +37,13 @@ from bombus.hive.bounded import trim
 from bombus.hive.describe import line_of
 from bombus.hive.pauses import TICK_NS
 from bombus.hive.state import FOLD
+from bombus.machine.metrics import metrics_server
 from bombus.task_groups import settled
 from bombus_coordinator import compaction, grouping, lost_ends, releasing, retention, storage
 from bombus_coordinator.compaction import Compaction
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.lease import Lease
+from bombus_coordinator.metrics import DECLARED, CoordinatorMetrics
 from bombus_coordinator.recovery import Fold, Overtaken, check_compacted, stand_by
 from bombus_coordinator.rules.decision import CommandReply, Decision
 from bombus_coordinator.snapshotter import EVENTS, Snapshotter
@@ -63,13 +68,15 @@ class Undecidable(BombusError):
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
     """How a leader maintains the bus. `disk` is a folder on the bus's disk, whose free space is watched.
 
-    Without `compaction`, the log keeps all of its events.
+    Without `compaction` the log keeps all of its events. `metrics` says where this process, leading or not, serves its
+    metrics.
     """
 
     trim_s: float = TRIM_S
     snapshot_events: int = EVENTS
     disk: Path | None = None
     compaction: Compaction | None = None
+    metrics: MetricsOptions = MetricsOptions()
 
 
 class Memory(msgspec.Struct):
@@ -81,6 +88,7 @@ class Memory(msgspec.Struct):
 
     dead_letters: dict[int, str] = {}
     log_end: int = 0
+    metrics: CoordinatorMetrics = msgspec.field(default_factory=CoordinatorMetrics)
 
 
 class Coordinator:
@@ -126,6 +134,7 @@ class Coordinator:
             log.info("another leader was still at work; folding again")
             fold = None
         self.leading.set()
+        self._memory.metrics.leading = True
         log.info("leading from event %d", self._last, extra={"epoch": self.core.hive.epoch})
         upkeep = self._housekeeping
         async with asyncio.TaskGroup() as tasks:
@@ -187,7 +196,7 @@ class Coordinator:
         shared = [await self.bus.state(each) for each in (subjects.calls_stream, subjects.trajectories_stream)]
         await self._append_own([self.core.open_epoch(self.leader, *(max(0, each.max_bytes) for each in shared))])
         self._answered = found.answered
-        self._consumed = found.answered.seq
+        self._consumed = self._memory.metrics.consumed = found.answered.seq
         if found.lost:
             await self._append_own([self.core.note_lost(found.lost)])
             for lost in found.lost:
@@ -254,8 +263,8 @@ class Coordinator:
         return all(each.subject in self._patient for each in group)
 
     async def _decide(self, group: Sequence[Stored]) -> None:
-        """Make the decisions on the messages one by one, append all their events together, then send all replies
-        (R3)."""
+        """Decide the messages one by one, append all events together, then send all replies (R3)."""
+        began = perf_counter()
         pending: list[tuple[PendingDecision, str]] = []  # each with its message's trace
         self._is_stored = False
         self._deciding = {stored.seq: stored for stored in group}
@@ -276,6 +285,10 @@ class Coordinator:
         await self._append(pending)
         self._consumed, self._newest_consumed = group[-1].seq, group[-1]
         self._is_stored = True
+        metrics = self._memory.metrics
+        metrics.consumed = self._consumed
+        metrics.messages += len(group)
+        metrics.decisions.observe(perf_counter() - began)
         await self._reply([reply for each, _ in pending for reply in each.decision.replies])
 
     def _decided(self, message: inbox.AnyMessage, stored: Stored) -> list[PendingDecision]:
@@ -315,7 +328,8 @@ class Coordinator:
             return
         while True:
             try:
-                self._last = await append(self.bus, outgoing, self._last)
+                before, self._last = self._last, await append(self.bus, outgoing, self._last)
+                self._memory.metrics.events += self._last - before
                 self._event_id = log_id(self.bus, outgoing[-1][-1])
                 self._snapshots.pace.wrote(sum(len(each.body) + EVENT_BYTES for events in outgoing for each in events))
                 return
@@ -436,8 +450,11 @@ async def run(
         await bus.ensure_streams(limits)
         lease = Lease(bus, leader)
         memory = Memory()
-        while True:
-            await _lead_once(Coordinator(bus, leader, lease, upkeep, memory), lease, memory)
+        upkeep = upkeep or Housekeeping()
+        values = partial(memory.metrics.values, bus, upkeep.disk)
+        async with metrics_server(bus, upkeep.metrics, DECLARED, values):
+            while True:
+                await _lead_once(Coordinator(bus, leader, lease, upkeep, memory), lease, memory)
 
 
 async def _lead_once(coordinator: Coordinator, lease: Lease, memory: Memory) -> None:
@@ -465,5 +482,6 @@ async def _lead_once(coordinator: Coordinator, lease: Lease, memory: Memory) -> 
         log.warning("standing by until the bus is back: %s", group.exceptions[0])
         await asyncio.sleep(RETRY_S)
     finally:
+        memory.metrics.leading = False
         await lease.release()
         await coordinator.leave()

@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
+from bombus.machine.metrics import PATH
 from bombus_gateway.access import PATH_KEY, EpisodeGuard, without_path_key
 from bombus_gateway.anthropic.routes import AnthropicAPI
 from bombus_gateway.call.calls import Calls
@@ -18,10 +19,11 @@ from bombus_gateway.context import Gateway
 from bombus_gateway.docs_page import HEADERS, docs_page
 from bombus_gateway.generate.routes import GenerateAPI
 from bombus_gateway.limits import in_short
+from bombus_gateway.metrics import MetricsRoutes
 from bombus_gateway.open_requests import OpenRequests, places_of, share_by_key
 from bombus_gateway.openai.routes import OpenAIAPI
 from bombus_gateway.operations.routes import training_routes
-from bombus_gateway.plain_routes import PlainRoute, add_plain, below
+from bombus_gateway.plain_routes import PlainRoute, add_plain, below, checked
 from bombus_gateway.refusals import ERROR_HEADERS
 from bombus_gateway.responses.routes import ResponsesAPI
 from bombus_gateway.rollout_groups.routes import group_routes
@@ -42,6 +44,7 @@ class GatewayApp(FastAPI):
     gateway: Gateway
     calls: Calls
     requests: OpenRequests
+    metrics: MetricsRoutes
     uncounted: set[str]
     hot: dict[str, ASGIApp]
     below: list[tuple[str, ASGIApp]]
@@ -59,13 +62,18 @@ class GatewayApp(FastAPI):
         try:
             request = self.requests.enter(scope["headers"])
         except Refused as refusal:
-            await _detail(refusal.code, refusal.why)(scope, receive, send)
+            await self.refused(refusal.code, refusal.why)(scope, receive, send)
             return
         try:
             counting = partial(self.requests.received, request, receive)
             await (self._mounted(path) or self.routed)(scope, counting, send)
         finally:
             self.requests.leave(request)
+
+    def refused(self, code: Code, why: str) -> JSONResponse:
+        """Return the answer to a request that is refused, and count it."""
+        self.calls.metrics.refusals[code] += 1
+        return _detail(code, why)
 
     async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer through FastAPI's own routes."""
@@ -96,7 +104,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
     app.requests = OpenRequests(
         places_of(gateway.settings), gateway.settings.bodies_mb_max << 20, share_by_key(gateway)
     )
-    app.uncounted = set()
+    app.uncounted = {PATH}
     app.hot = {}
     app.below = []
     _add_error_handlers(app)
@@ -108,6 +116,8 @@ def create_app(gateway: Gateway) -> GatewayApp:
         return JSONResponse(await asyncio.to_thread(app.openapi))
 
     add_plain(app, [PlainRoute("GET", "/docs", docs), PlainRoute("GET", "/openapi.json", document)])
+    app.metrics = MetricsRoutes(gateway, calls.metrics, calls.opened)
+    add_plain(app, checked(app.metrics.plain, gateway.clients, gateway.check_ready))
     for prefix, engine in gateway.mounts:
         openai = OpenAIAPI(gateway, calls, engine, any_engine=not prefix)
         app.hot[f"{prefix}/v1/chat/completions"] = openai.chat
@@ -141,10 +151,10 @@ def create_app(gateway: Gateway) -> GatewayApp:
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: GatewayApp) -> None:
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return _detail(error.code, error.why)
+        return app.refused(error.code, error.why)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -152,16 +162,16 @@ def _add_error_handlers(app: FastAPI) -> None:
             f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()[:5]
         ]
         unknown = any(problem["type"] == "extra_forbidden" for problem in error.errors())
-        return _detail(Code.UNKNOWN_FIELD if unknown else Code.MALFORMED, "; ".join(places))
+        return app.refused(Code.UNKNOWN_FIELD if unknown else Code.MALFORMED, "; ".join(places))
 
     @app.exception_handler(BusUnavailable)
     async def bus_down(_: Request, error: BusUnavailable) -> JSONResponse:
-        return _detail(Code.BUS_DOWN, f"The log cannot be reached right now; try again. ({error})")
+        return app.refused(Code.BUS_DOWN, f"The log cannot be reached right now; try again. ({error})")
 
     @app.exception_handler(EngineFault)
     async def fault(_: Request, error: EngineFault) -> JSONResponse:
         log.error("an engine cannot do what was asked", extra={"why": str(error)})
-        return _detail(Code.INTERNAL, str(error))
+        return app.refused(Code.INTERNAL, str(error))
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> JSONResponse:
@@ -169,7 +179,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
         The server logs the traceback.
         """
-        return _detail(Code.INTERNAL, f"The gateway failed ({type(error).__name__}); see its log.")
+        return app.refused(Code.INTERNAL, f"The gateway failed ({type(error).__name__}); see its log.")
 
 
 def _detail(code: Code, why: str) -> JSONResponse:

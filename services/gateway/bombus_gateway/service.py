@@ -14,11 +14,13 @@ from bombus.hive.subjects import SIGNING_SECRET
 from bombus.machine.host_names import OwnHostsOnly, host_of
 from bombus.machine.http_limits import HttpLimits
 from bombus.machine.http_server import http_server
+from bombus.machine.metrics import metrics_server
 from bombus.machine.process import listen
 from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.formats import FormatReports
 from bombus_gateway.keys import Keys
+from bombus_gateway.metrics import DECLARED
 from bombus_gateway.open_requests import connections_of
 from bombus_gateway.settings import GatewaySettings
 
@@ -35,7 +37,11 @@ async def run(settings: GatewaySettings) -> None:
     """
     telemetry.configure("gateway")
     with listen(settings.host, settings.port, settings.reuse_port) as bound:
-        async with running(settings) as (app, gateway), serving(app, bound) as server:
+        async with (
+            running(settings) as (app, gateway),
+            metrics_server(gateway.bus, settings, DECLARED, app.metrics.values),
+            serving(app, bound) as server,
+        ):
             log.info("listening at %s:%d", *bound.getsockname()[:2])
             try:
                 await asyncio.wait({server})

@@ -5,14 +5,17 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from bombus.config.flags import Flag, NoFlag, name_of
-from bombus.config.parts import EngineName, GatewayOptions, HiveName
+from bombus.config.parts import EngineName, GatewayOptions, HiveName, MetricsOptions
 from bombus.machine.hive_keys import HiveKeys
 
 DAY_S = 86_400.0
 
 
-class GatewaySettings(GatewayOptions):
-    """A gateway's settings. Each of `engines` is served under `/e/<engine>/`, and the first one also at the root."""
+class GatewaySettings(GatewayOptions, MetricsOptions):
+    """Each of `engines` is served under `/e/<engine>/`, and the first one also at the root.
+
+    A gateway that shares its port needs one of its own for metrics, since a request reaches any of those that share it.
+    """
 
     hive: Annotated[HiveName, Flag(declared_elsewhere=True)] = "main"
     bus_url: Annotated[str, Flag(name="--nats", declared_elsewhere=True)] = "nats://127.0.0.1:4222"

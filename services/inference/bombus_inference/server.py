@@ -21,6 +21,8 @@ from bombus.errors import STATUS, Code, Refused
 from bombus.hive.decoding import decoded
 from bombus.hive.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
 from bombus.machine.host_names import AsgiApp, AsgiMessage, AsgiReceive, AsgiSend
+from bombus.machine.metrics import CONTENT_TYPE as METRICS_TYPE
+from bombus.machine.metrics import Declared, Metric, exposition
 from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend
 from bombus_inference.settings import ServerSettings
 
@@ -32,6 +34,31 @@ BODY_BYTES_MAX = 16 << 20
 ADAPTERS = "/adapters"
 PATH_CHARS_MAX = 4096
 FRAMES_TYPE = (b"content-type", CONTENT_TYPE.encode())
+HELP = {
+    "run": "The number of the run whose weights are served.",
+    "policy_version": "The version of the weights that are served, -1 without weights.",
+    "requests_open": "Requests that are open.",
+    "requests_served_total": "Requests that were answered with tokens.",
+    "requests_refused_total": "Requests that were answered with a fault.",
+    "running": "Sequences that are being generated.",
+    "waiting": "Sequences that wait for room.",
+    "kv_cache_usage_ratio": "The share of the memory for keys and values that is in use.",
+    "prefix_hit_ratio": "The share of the tokens looked up in vLLM's prefix cache that were there.",
+    "prefix_queried_tokens_total": "Tokens looked up in vLLM's prefix cache.",
+    "prefill_tokens_total": "Tokens of prompts that were computed.",
+    "decode_tokens_total": "Tokens that were generated.",
+    "cached_tokens_total": "Tokens of prompts that were in the prefix cache.",
+    "preemptions_total": "Sequences that made room for others, to be computed again.",
+    "steps_total": "Passes through the model.",
+    "swaps_total": "Changes of weights.",
+    "engine_starts_total": "Starts of vLLM's server.",
+    "blocks": "Blocks of the memory for keys and values.",
+    "blocks_held": "Blocks that are in use.",
+    "adapters": "LoRA adapters that are loaded.",
+    "adapter_bytes": "The size of these adapters.",
+    "adapter_evictions_total": "Adapters that made room for others.",
+}
+DECLARED: Declared = {f"bombus_inference_{name}": Metric(text, ("engine",)) for name, text in HELP.items()}
 
 
 class ClientDisconnected(Exception):
@@ -125,7 +152,7 @@ class App:
                 health = b'{"status": "ok"}' if serves else b'{"status": "no weights"}'
                 await _respond(send, 200 if serves else 503, b"application/json", health)
             case "GET", "/metrics":
-                await _respond(send, 200, b"text/plain; version=0.0.4", await self._metrics())
+                await _respond(send, 200, METRICS_TYPE.encode(), await self._metrics())
             case "POST", "/adapters":
                 await self._answer_json(send, self._load_adapter(receive))
             case "GET", "/adapters":
@@ -254,8 +281,7 @@ class App:
 
     async def _metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
-        label = f'{{engine="{self.engine}",replica="{self.replica}"}}'
-        values: dict[str, float] = {
+        values = {
             "run": self.backend.run,
             "policy_version": self.backend.version,
             "requests_open": self.open_requests,
@@ -263,7 +289,8 @@ class App:
             "requests_refused_total": self.refused,
             **await self.backend.metrics(),
         }
-        return "".join(f"bombus_inference_{name}{label} {value}\n" for name, value in values.items()).encode()
+        prefixed = [(f"bombus_inference_{name}", (self.engine,), value) for name, value in values.items()]
+        return exposition(DECLARED, prefixed)
 
 
 class GatewaysOnly:

@@ -9,13 +9,13 @@ from pydantic import Field, field_validator
 
 from bombus.cli import add_hive_arguments
 from bombus.config.flags import Flag, NoFlag, add_settings_arguments, name_of, settings_from
-from bombus.config.parts import Device, EngineName, TrainerMachineOptions
+from bombus.config.parts import Device, EngineName, MetricsOptions, TrainerMachineOptions
 from bombus.errors import Code, Refused
 
 OBJECTS_FULL_EVERY = 16
 
 
-class TrainerOptions(TrainerMachineOptions):
+class TrainerOptions(TrainerMachineOptions, MetricsOptions):
     """The options of a trainer process.
 
     `folder` is for checkpoints and weights. Replicas must see it under the same path, unless weights are published

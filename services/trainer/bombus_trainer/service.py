@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -23,6 +23,7 @@ from bombus.hive.inbox import GiveUpGroups, LostGroup, StepBroke, StepDone, Weig
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.hive.trajectories.training import checkpoint_folder
+from bombus.machine.metrics import MetricValue, metrics_server
 from bombus.private import private_folder
 from bombus_trainer import loading
 from bombus_trainer.backend import BaseLoader, Loader, TrainerBackend
@@ -32,6 +33,7 @@ from bombus_trainer.data.rollout_groups import read_rollout_groups
 from bombus_trainer.data.samples import Origin
 from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine
+from bombus_trainer.metrics import DECLARED, TrainerMetrics
 from bombus_trainer.operations.serving.server import OperationServer
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
@@ -75,6 +77,7 @@ class Trainer:
         """
         self._load_backend = load or (lambda job: load_backend(job, options))
         self._load_base = load_base or (lambda job, executor: loading.load_base(job, options, executor))
+        self.metrics = TrainerMetrics()
         self.name = name or f"trainer-{secrets.token_hex(4)}"
         self._bus = bus
         self._options = options
@@ -137,7 +140,8 @@ class Trainer:
                 await self._publish_missing_weights(executor, versions)
                 await self._check_finite()
                 await self._next_batch()
-                await self._step(executor, self._outstanding())
+                with self.metrics.step():
+                    await self._step(executor, self._outstanding())
                 failed.clear()
                 continue
             except Exception as error:  # out of memory, a full disk or a bug; counted, to give up in the end
@@ -287,6 +291,7 @@ class Trainer:
             is_done = partial(_has_made, step=batch.step)
             await ownership.say(done, is_done, Point.TRAINER_STEP_SAID)
             reached(Point.TRAINER_STEP_SEEN)
+            self.metrics.made(metrics)
             self._made_again = {}
             engine = ownership.engine
             named = [done.checkpoint for done in (*engine.kept, *checkpoints(engine.steps))]
@@ -451,4 +456,10 @@ async def run(
     private_folder(options.folder)
     async with await Bus.connect(url, hive, name=f"trainer-{options.engine}") as bus:
         await bus.until_streams_exist()
-        await Trainer(bus, options, load=load, load_base=load_base).run()
+        trainer = Trainer(bus, options, load=load, load_base=load_base)
+
+        async def values() -> Iterable[MetricValue]:
+            return trainer.metrics.values(options.engine)
+
+        async with metrics_server(bus, options, DECLARED, values):
+            await trainer.run()

@@ -46,6 +46,8 @@ HIVE_FLAGS: Overrides = {
     "gateway.port": Flag(also="--swarm-port", help="the gateway's port; 0: any free port, which is printed"),
     "data_dir": Flag(metavar="DIR", help="for the log, checkpoints and weights", default=".bombus, in this folder"),
     "durability": Flag(),
+    "metrics_port": Flag(help="the first port of /metrics of coordinators and trainers; 0: none"),
+    "metrics_host": Flag(help="where these ports are"),
     "nats": Flag(metavar="URL", help="an external NATS server", default="our own is started"),
     "hive": Flag(metavar="NAME", help="the hive's name", default="$BOMBUS_HIVE, or main", read=name_of("hive")),
 }

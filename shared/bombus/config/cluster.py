@@ -14,7 +14,15 @@ from bombus.config import xorl
 from bombus.config.documents import BLOCKS, RunConfig, Tree, parse_job, read_job_file
 from bombus.config.flags import Flag, typed
 from bombus.config.groups import allowed, bad_config, nearest, shown
-from bombus.config.parts import PROCESSES_MAX, CoordinatorPart, GatewayPart, InferencePart, Part, TrainerPart
+from bombus.config.parts import (
+    PROCESSES_MAX,
+    CoordinatorPart,
+    GatewayPart,
+    InferencePart,
+    MetricsOptions,
+    Part,
+    TrainerPart,
+)
 from bombus.config.streams import StreamLimits
 from bombus.errors import Refused
 from bombus.hive.subjects import check_name
@@ -38,11 +46,13 @@ class EnginePart(Part):
         return sum(part.count for part in self.inference)
 
 
-class Cluster(Part):
+class Cluster(MetricsOptions, Part):
     """A whole deployment. `nats` is the URL of an external NATS server or cluster; if it is empty, bombus starts its
-    own. `data_dir` is relative to the working directory. With `durability: process`, what was acknowledged survives the
-    end of any process. With `power`, it survives a power cut too, because data is synced to the disk before it is
-    acknowledged."""
+    own. `data_dir` is relative to the working directory. What was acknowledged survives the end of any process
+    (`durability: process`), or a power cut too (`power`): then data is synced to the disk before it is acknowledged.
+
+    With `metrics_port`, the first coordinator serves [metrics](metrics.md) at that port of `metrics_host`. Each further
+    process without a port of its own takes the next one: other coordinators, trainers, gateways that share a port."""
 
     hive: str = Field(default="main", description="a name of lower-case letters, digits and dashes")
     nats: str = Field(default="", max_length=4096)

@@ -34,6 +34,21 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class MetricsOptions(BaseModel):
+    """Where processes without a port of their own serve metrics. For cluster files and the flags of each of them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    metrics_host: Annotated[str, Flag(help="where /metrics listens")] = Field(
+        default="127.0.0.1", min_length=1, max_length=253
+    )
+    metrics_port: Annotated[int, Flag(metavar="PORT", help="the port of /metrics; 0: none")] = Field(
+        default=0,
+        ge=0,
+        le=65_000,  # `bombus up` counts up from it
+    )
+
+
 class GatewayOptions(BaseModel):
     """A gateway's options: where clients reach it, and the names that they may use. Used in cluster files and by
     `bombus gateway`."""

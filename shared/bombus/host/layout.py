@@ -4,6 +4,7 @@
 accordingly.
 """
 
+import itertools
 import json
 import os
 import shlex
@@ -17,7 +18,7 @@ import msgspec
 from bombus.bus_address import bus_arguments, bus_environment
 from bombus.config.cluster import Cluster, EnginePart, Jobs
 from bombus.config.flags import typed_flags
-from bombus.config.parts import InferencePart, TrainerMachineOptions, TrainerPart
+from bombus.config.parts import InferencePart, MetricsOptions, TrainerMachineOptions, TrainerPart
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import Code, EngineFault, Refused
 from bombus.host.doctor_streams import check_room
@@ -132,6 +133,12 @@ def services(layout: Layout, nats: str) -> list[Service]:
     kept += [] if cluster.coordinator.compact else ["--no-compact"]
     kept += ["--archive", str(Path(cluster.coordinator.archive).absolute())] if cluster.coordinator.archive else []
 
+    ports = itertools.count(cluster.metrics_port) if cluster.metrics_port else itertools.repeat(0)
+
+    def metrics() -> MetricsOptions:
+        """Return where the next process without a port of its own serves metrics."""
+        return MetricsOptions(metrics_host=cluster.metrics_host, metrics_port=next(ports))
+
     def service(
         kind: str, name: str, *arguments: str, more: Mapping[str, str] = {}, gpus: Sequence[int] = ()
     ) -> Service:
@@ -141,12 +148,12 @@ def services(layout: Layout, nats: str) -> list[Service]:
         return Service(kind, name, command, {**environment, **more, **seen}, seen, silence_s)
 
     found = [
-        service("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *kept)
+        service("coordinator", f"coordinator{which}", *_named(stem, which), *kept, *typed_flags(metrics()))
         for which in _numbered(cluster.coordinator.count)
     ]
     for name, engine in cluster.engines.items():
         if engine.trainer is not None:
-            command = _trainer(engine.trainer, name, layout, nats)
+            command = _trainer(engine.trainer, name, layout, nats, metrics())
             seen = gpu_environment(engine.trainer.devices) if engine.trainer.devices else {}
             variables = {**KEEP_FREED_MEMORY, **environment, **seen}
             found.append(Service("trainer", f"trainer {name}", command, variables, seen, engine.trainer.stall_s))
@@ -160,8 +167,13 @@ def services(layout: Layout, nats: str) -> list[Service]:
     listening += ["--trusted-network"] if layout.trusted_network else []
     keys = layout.keys.environment()  # the other processes run models and need no keys
     return found + [
-        service("gateway", f"gateway{which}", *listening, more=keys) for which in _numbered(cluster.gateway.count)
+        service("gateway", f"gateway{which}", *listening, *(typed_flags(metrics()) if which else ()), more=keys)
+        for which in _numbered(cluster.gateway.count)
     ]
+
+
+def _named(stem: str, which: str) -> tuple[str, str]:
+    return "--name", f"{stem}{which or ' 1'}".replace(" ", "-")
 
 
 def _environment(layout: Layout) -> dict[str, str]:
@@ -187,10 +199,10 @@ def _common(layout: Layout, nats: str) -> tuple[str, ...]:
     return (*bus_arguments(nats), "--hive", layout.cluster.hive, "--log-level", layout.log_level)
 
 
-def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str) -> list[str]:
-    """Return the arguments of a trainer's ranks, which are the same for every rank and machine."""
+def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str, **more: object) -> list[str]:
+    """Return the arguments of a trainer's ranks, which are the same for every rank and machine, with `more` options."""
     folder = str((layout.data_dir / "engines").absolute())
-    options: dict[str, object] = {"engine": engine, "folder": folder, "device": part.device}
+    options: dict[str, object] = {"engine": engine, "folder": folder, "device": part.device, **more}
     options |= part.model_dump(mode="json", include=set(TrainerMachineOptions.model_fields), exclude_defaults=True)
     if layout.debug_root is not None:
         options["debug_root"] = str(layout.debug_root)
@@ -199,8 +211,8 @@ def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str)
     return [*_common(layout, nats), "--options", json.dumps(options)]
 
 
-def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str) -> tuple[str, ...]:
-    arguments = trainer_arguments(part, engine, layout, nats)
+def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str, metrics: MetricsOptions) -> tuple[str, ...]:
+    arguments = trainer_arguments(part, engine, layout, nats, **metrics.model_dump(exclude_defaults=True))
     python, backend = sys.executable, list[str]()
     if part.backend == "verl":
         python, backend = str(environments_folder().absolute() / "verl" / "bin" / "python"), ["--backend", "verl"]

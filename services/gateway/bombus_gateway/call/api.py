@@ -96,7 +96,7 @@ class Dialect(ErrorEncoder, Protocol):
 
 def call_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> ASGIApp:
     """Return the ASGI application that answers model calls in a dialect."""
-    return route("POST", dialect, _CallRoute(calls, dialect, guard).answer)
+    return route("POST", dialect, _CallRoute(calls, dialect, guard).answer, calls.metrics.refusals)
 
 
 def count_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard, body: Callable[[int], bytes]) -> ASGIApp:
@@ -107,7 +107,7 @@ def count_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard, body: Calla
         request, _ = await reading.read(headers, receive)
         await response.whole(body(await calls.prompt_tokens(request)))
 
-    return route("POST", dialect, count)
+    return route("POST", dialect, count, calls.metrics.refusals)
 
 
 class _CallRoute:

@@ -51,6 +51,7 @@ from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.history.continuing import EarlierCalls
 from bombus_gateway.history.conversation import Conversation
 from bombus_gateway.history.histories import Histories
+from bombus_gateway.metrics import CallMetrics
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.text.rendering import TextModel
 
@@ -115,6 +116,7 @@ class Calls:
         # By id: stored calls whose message to the coordinator was not acknowledged.
         self.unacknowledged: dict[str, Call] = {}
         self.opened: set[Call] = set()
+        self.metrics = CallMetrics(gateway.settings.engines)
         self._gateway = gateway
 
     def check_ready(self) -> None:
@@ -377,6 +379,7 @@ class Call:
         self._stored = CallRef(ack.seq, record.id, digest(body)), record
         self._stored_bytes = len(body) + MESSAGE_BYTES
         self._conversation.stored_bytes += len(body)
+        calls.metrics.recorded(record)
 
     async def notify(self) -> None:
         """Notify the coordinator of the stored record. Raises `BusUnavailable` if the bus does not acknowledge the

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -106,8 +107,16 @@ Responding = Callable[[HeaderMap, Receive, Responder], Awaitable[None]]
 error."""
 
 
-def route(method: str, errors: ErrorEncoder, answer: Responding) -> ASGIApp:
-    """Return an ASGI application that calls `answer` to respond, and reports whatever it raises as an error."""
+def route(method: str, errors: ErrorEncoder, answer: Responding, refusals: Counter[Code] | None = None) -> ASGIApp:
+    """Return an ASGI application that calls `answer` to respond, and reports whatever it raises as an error.
+
+    `refusals` counts these errors.
+    """
+    counted: Counter[Code] = Counter() if refusals is None else refusals
+
+    async def refuse(response: Responder, refusal: Refused) -> None:
+        counted[refusal.code] += 1
+        await response.fail(refusal)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         response = Responder(send, errors, (scope.get("extensions") or {}).get(HUNG_UP))
@@ -120,10 +129,10 @@ def route(method: str, errors: ErrorEncoder, answer: Responding) -> ASGIApp:
         except HungUp:
             pass
         except BombusError as error:
-            await response.fail(_as_refusal(error))
+            await refuse(response, _as_refusal(error))
         except Exception:  # the process boundary: answer the client, and log the bug
             log.exception("a model call failed because of a bug")
-            await response.fail(Refused(Code.INTERNAL, "An internal error occurred; see the gateway's log."))
+            await refuse(response, Refused(Code.INTERNAL, "An internal error occurred; see the gateway's log."))
 
     return app
 

@@ -168,6 +168,7 @@ class TorchBackend:
         if stats is None:
             return {}
         values: dict[str, float] = {f"{name}_total": getattr(stats, name) for name in COUNTERS}
+        values["kv_cache_usage_ratio"] = stats.blocks_held / stats.blocks
         return values | {name: getattr(stats, name) for name in GAUGES}
 
     async def stop(self) -> None:

@@ -1,0 +1,72 @@
+"""Writes docs/metrics.md from what the services declare: `python -m tests.metrics_page`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bombus.machine.metrics import Declared
+from bombus_coordinator.metrics import DECLARED as OF_COORDINATORS
+from bombus_gateway.metrics import DECLARED as OF_GATEWAYS
+from bombus_inference.server import DECLARED as OF_REPLICAS
+from bombus_trainer.metrics import DECLARED as OF_TRAINERS
+
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+BEGINNING = """\
+# Metrics and traces
+
+What Prometheus and OpenTelemetry see of a hive. The tables are generated from the sources (`python -m
+tests.metrics_page`), and a test compares them with what a real hive exposes.
+
+## Scrape a hive
+
+```sh
+bombus up --metrics-port 9464
+```
+
+| service | where | key |
+|---|---|---|
+| gateway | `/metrics` on its own port | the client key, if the hive has one; a named one for Prometheus is best |
+| replica | `/metrics` on its own port, which `/metrics/replicas` of a gateway tells | `bombus inference --show-key` |
+| coordinator, trainer | `/metrics` at `--metrics-port`, on loopback unless `--metrics-host` is given | the same |
+| gateways that share a port | the same, since a request to the shared port reaches any of them | the same |
+
+Coordinators and trainers listen only if they are told to. `bombus up --metrics-port 9464` gives that port to the
+first coordinator, and the next ones to other coordinators, trainers, and gateways that share a port, in this order;
+`bombus up --dry-run` shows them.
+
+`deploy/prometheus.yml` scrapes such a hive, `deploy/alerts.yml` has alerts, and `deploy/grafana.json` is a dashboard
+to import into Grafana. Several gateways tell the same about the hive, so use `max by (engine) (...)` of
+`bombus_hive_...` and `bombus_engine_...`, and sums of the rest. Each process also has `process_cpu_seconds_total`,
+`process_resident_memory_bytes` and others of the operating system.
+
+No metric has a label for episodes, tasks, clients, keys or the models that clients name, and none contains a prompt.
+
+## Metrics
+
+"""
+SERVICES = {
+    "Gateways": OF_GATEWAYS,
+    "Coordinators": OF_COORDINATORS,
+    "Trainers": OF_TRAINERS,
+    "Replicas": OF_REPLICAS,
+}
+
+
+def kind_of(name: str, declared: Declared) -> str:
+    return "histogram" if declared[name].is_histogram else "counter" if name.endswith("_total") else "gauge"
+
+
+def tables() -> Iterator[str]:
+    for service, declared in SERVICES.items():
+        yield f"### {service}\n\n| metric | kind | labels | what it is |\n|---|---|---|---|"
+        for name, metric in declared.items():
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            yield f"| `{name}` | {kind_of(name, declared)} | {labels} | {metric.help} |"
+        yield ""
+
+
+def page() -> str:
+    return "\n".join([BEGINNING, *tables()])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
