@@ -468,6 +468,8 @@ WITHOUT_BODY = {
     "/ready",
     "/list_inference_endpoints",
     "/docs",
+    "/metrics",
+    "/metrics/replicas",
     "/openapi.json",
     "/api/v1/healthz",
     "/api/v1/get_server_capabilities",

@@ -66,6 +66,6 @@ async def test_a_taken_port_is_refused_in_a_sentence(bus: Bus) -> None:
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
         options = MetricsOptions(metrics_port=taken.getsockname()[1])
-        with pytest.raises(Refused, match="cannot listen at 127.0.0.1"):
+        with pytest.raises(Refused, match=r"cannot listen at 127\.0\.0\.1"):
             async with metrics_server(bus, options, DECLARED, values):
                 pass
