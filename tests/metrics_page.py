@@ -25,7 +25,7 @@ bombus up --metrics-port 9464
 | service | where | key |
 |---|---|---|
 | gateway | `/metrics` on its own port | the client key, if the hive has one; a named one for Prometheus is best |
-| replica | `/metrics` on its own port, which `/metrics/replicas` of a gateway tells | `bombus inference --show-key` |
+| replica | `/metrics` on its own port, which `/metrics/replicas` of a gateway lists | `bombus inference --show-key` |
 | coordinator, trainer | `/metrics` at `--metrics-port`, on loopback unless `--metrics-host` is given | the same |
 | gateways that share a port | the same, since a request to the shared port reaches any of them | the same |
 
@@ -42,6 +42,32 @@ No metric has a label for episodes, tasks, clients, keys or the models that clie
 
 ## Metrics
 
+"""
+TRACES = """\
+## Traces
+
+Set OpenTelemetry's variables, such as `OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318`, for the hive, and for
+programs with our SDK that should be in the traces too. Without an endpoint nothing is traced, and OpenTelemetry is
+not even imported. Spans go out as OTLP over HTTP. The context travels as a W3C `traceparent`, in HTTP headers, in the
+headers of messages on the bus, and in the log.
+
+| service | span | what it is |
+|---|---|---|
+| `bombus-client` | `sdk.group` | a group of `run_group`, from its claim to its end |
+| | `invoke_agent` | the caller's function, for one episode |
+| | `sdk.request` | a request to the gateway |
+| `bombus-gateway` | `gateway.command` | a command, such as a claim or an end, until its answer |
+| | `chat`, `text_completion` | a model call, until its record is stored |
+| `bombus-coordinator` | `coordinator.decide` | the decision of a message, named by `bombus.message` |
+| `bombus-inference` | `inference.generate` | a request to a replica |
+| `bombus-trainer` | `trainer.step` | a step, below the message that completed its batch |
+
+An agent whose own client sends no context is traced in the trace in which its episode was claimed, so a group of
+`run_group` is one trace. A step has links to the traces of the calls that it trains on, at most 128.
+
+Spans of calls have the attributes `gen_ai.*` of OpenTelemetry's conventions (operation, model, tokens, finish
+reasons, sampling), and `gen_ai.conversation.id` is the name of the episode. No span has messages, tools, keys or the
+text of an error: an error is its code, as `error.type`.
 """
 SERVICES = {
     "Gateways": OF_GATEWAYS,
@@ -65,7 +91,7 @@ def tables() -> Iterator[str]:
 
 
 def page() -> str:
-    return "\n".join([BEGINNING, *tables()])
+    return "\n".join([BEGINNING, *tables(), TRACES])
 
 
 if __name__ == "__main__":

@@ -1,47 +1,18 @@
 """Spans are exported if an endpoint is set, and nothing happens otherwise."""
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from bombus import telemetry
-
-
-class Collector(HTTPServer):
-    """An OTLP endpoint, as far as an exporter needs one: it takes posts."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.bodies: list[tuple[str, bytes]] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.bodies.append((self.path, body))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
+from bombus.errors import Code, Refused
+from tests.otlp import Collector, Received, collecting
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with collecting() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
@@ -78,19 +49,43 @@ def test_without_an_endpoint_nothing_is_traced_and_a_context_is_passed_on(untrac
         assert span.traceparent == "00-1-2-01"
 
 
+def exported(collector: Collector) -> list[Received]:
+    assert telemetry._provider is not None
+    telemetry._provider.force_flush()
+    return collector.spans
+
+
 def test_spans_go_to_the_endpoint_under_the_parent_that_was_received(
     untraced: None, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     assert telemetry.configure("test")
-    parent = f"00-{7:032x}-{9:016x}-01"
-    with telemetry.span("the step", parent, step=3) as span:
+    parent, other = f"00-{7:032x}-{9:016x}-01", f"00-{8:032x}-{1:016x}-01"
+    with telemetry.span("the step", parent, {"bombus.step": 3}, "CONSUMER") as span:
         assert span.traceparent.split("-")[1] == f"{7:032x}"
         assert telemetry.current() == span.traceparent
-    assert telemetry._provider is not None
-    telemetry._provider.force_flush()
-    ((path, body),) = collector.bodies
-    assert path == "/v1/traces"
-    assert b"bombus-test" in body
-    assert b"the step" in body
-    assert (9).to_bytes(8, "big") in body  # the parent's span
+        span.set({"gen_ai.response.finish_reasons": ["stop"]})
+        span.link([other, parent, other, "", "no context"])
+    (step,) = exported(collector)
+    assert (step.service, step.name, step.trace, step.parent) == (
+        "bombus-test", "the step", f"{7:032x}", f"{9:016x}",
+    )  # fmt: skip
+    assert step.attributes["bombus.step"] == 3
+    assert step.links == {f"{8:032x}"}, "once, and not to its own trace"
+    assert [path for path, _ in collector.bodies] == ["/v1/traces"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(Refused(Code.BAD_KEY, "the key sk-1 in 'my prompt'"), "bad_key"), (ValueError("sk-1"), "ValueError")],
+)
+def test_a_span_has_the_kind_of_an_error_and_never_its_text(
+    untraced: None, collector: Collector, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    assert telemetry.configure("test")
+    with pytest.raises(type(error)), telemetry.span("chat"):
+        raise error
+    (span,) = exported(collector)
+    assert span.attributes == {"error.type": kind}
+    assert b"sk-1" not in b"".join(body for _, body in collector.bodies)

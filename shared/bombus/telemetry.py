@@ -1,20 +1,23 @@
 """Traces from the SDK to the optimizer step. They cost nothing unless an OTLP endpoint is set.
 
 `configure` enables traces if the environment sets an endpoint. The trace context is passed in a `traceparent` header
-(W3C trace context) over HTTP and the bus.
+(W3C trace context) over HTTP and the bus. No span has the text of an error, which may quote a request.
 """
 
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from bombus.errors import Refused
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Tracer
+    from opentelemetry.trace import Span, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +25,9 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_
 HEADER = "traceparent"
 TRACEPARENT_CHARACTERS = 55  # length in version 00, the only version so far
 
-Attribute = str | int | float | bool
+LINKS_MAX = 128  # what OpenTelemetry keeps of a span's links
+Attributes = dict[str, str | int | float | bool | list[str] | list[int]]
+SpanRole = Literal["INTERNAL", "CLIENT", "SERVER", "CONSUMER"]
 
 
 class TraceSpan(Protocol):
@@ -31,7 +36,11 @@ class TraceSpan(Protocol):
     @property
     def traceparent(self) -> str: ...
 
-    def set(self, **attributes: Attribute) -> None: ...
+    def set(self, attributes: Attributes) -> None: ...
+
+    def link(self, traceparents: Iterable[str]) -> None:
+        """Link the span to the other traces that it belongs to, once each."""
+        ...
 
 
 class _PassedOn:
@@ -40,17 +49,28 @@ class _PassedOn:
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent
 
-    def set(self, **attributes: Attribute) -> None:
+    def set(self, attributes: Attributes) -> None:
+        pass
+
+    def link(self, traceparents: Iterable[str]) -> None:
         pass
 
 
 class _Traced:
-    def __init__(self, span: object, traceparent: str) -> None:
+    def __init__(self, span: "Span", traceparent: str) -> None:
         self._span = span
         self.traceparent = traceparent
 
-    def set(self, **attributes: Attribute) -> None:
-        self._span.set_attributes(attributes)  # type: ignore[attr-defined]
+    def set(self, attributes: Attributes) -> None:
+        self._span.set_attributes(attributes)
+
+    def link(self, traceparents: Iterable[str]) -> None:
+        from opentelemetry.trace import get_current_span
+
+        by_trace = {each.split("-")[1]: each for each in filter(traceparent_of, traceparents)}
+        by_trace.pop(self.traceparent.split("-")[1], None)
+        for each in list(by_trace.values())[:LINKS_MAX]:
+            self._span.add_link(get_current_span(_context(each)).get_span_context())
 
 
 _traceparent = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -104,17 +124,43 @@ def current() -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-def span(name: str, parent: str | None = None, **attributes: Attribute) -> AbstractContextManager[TraceSpan]:
+def gen_ai(operation: str, episode: str) -> Attributes:
+    """Return the attributes by which OpenTelemetry's conventions for generative AI know a span of an episode."""
+    return {"gen_ai.operation.name": operation, "gen_ai.provider.name": "bombus", "gen_ai.conversation.id": episode}
+
+
+def span(
+    name: str, parent: str | None = None, attributes: Attributes | None = None, kind: SpanRole = "INTERNAL"
+) -> AbstractContextManager[TraceSpan]:
     """Start a span under `parent` (the value of a traceparent header), or under the current span."""
     if _tracer is None:
         return nullcontext(_PassedOn(parent)) if parent else _NO_SPAN
-    return _span(_tracer, name, parent, attributes)
+    return _span(_tracer, name, parent, attributes, kind)
 
 
 @contextmanager
-def _span(tracer: "Tracer", name: str, parent: str | None, attributes: Mapping[str, Attribute]) -> Iterator[TraceSpan]:
+def _span(
+    tracer: "Tracer", name: str, parent: str | None, attributes: Attributes | None, kind: SpanRole
+) -> Iterator[TraceSpan]:
+    from opentelemetry.trace import SpanKind, StatusCode
+
+    with tracer.start_as_current_span(
+        name,
+        context=_context(parent) if parent else None,
+        kind=SpanKind[kind],
+        attributes=attributes,
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as running:
+        try:
+            yield _Traced(running, current())
+        except BaseException as error:
+            running.set_status(StatusCode.ERROR)
+            running.set_attribute("error.type", error.code if isinstance(error, Refused) else type(error).__name__)
+            raise
+
+
+def _context(traceparent: str) -> "Context":
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    context = TraceContextTextMapPropagator().extract({HEADER: parent}) if parent else None
-    with tracer.start_as_current_span(name, context=context, attributes=dict(attributes)) as running:
-        yield _Traced(running, current())
+    return TraceContextTextMapPropagator().extract({HEADER: traceparent})

@@ -120,7 +120,7 @@ class Coordinator:
         self._consumed = 0  # everything up to this inbox sequence is decided and stored
         self._newest_consumed: Stored | None = None  # the message at that sequence, if this leader decided it
         self._is_stored = True  # whether everything in the core's state is on the log
-        self._reply_to: dict[str, str] = {}
+        self._reply_to: dict[str, tuple[str, str]] = {}  # by command: its reply subject, and its trace
         self._patient = {bus.subjects.inbox(ev.kind_of(kind)) for kind in (inbox.CallRecorded, inbox.Touch)}
         self._memory = Memory() if memory is None else memory
 
@@ -275,12 +275,13 @@ class Coordinator:
                 # Any client with access may publish nonsense. It must not stop the hive.
                 log.warning("inbox message %d cannot be decoded and is skipped: %s", stored.seq, error)
                 continue
-            reply_to = stored.headers.get(REPLY, "")
-            if reply_to:
-                self._note_reply_to(message.id, reply_to)
             trace = stored.headers.get(TRACEPARENT, "")
-            with telemetry.span("coordinator.decide", trace, kind=ev.kind_of(message), engine=message.engine) as span:
-                pending += [(each, span.traceparent) for each in self._decided(message, stored)]
+            about: telemetry.Attributes = {"bombus.message": ev.kind_of(message), "bombus.engine": message.engine}
+            with telemetry.span("coordinator.decide", trace, about, "CONSUMER") as span:
+                reply_to = stored.headers.get(REPLY, "")
+                if reply_to:
+                    self._note_reply_to(message.id, reply_to, span.traceparent)
+                pending += [(each, self._trace_of(each, span.traceparent)) for each in self._decided(message, stored)]
         pending += [(each, "") for each in self.core.flush()]
         await self._append(pending)
         self._consumed, self._newest_consumed = group[-1].seq, group[-1]
@@ -302,9 +303,17 @@ class Coordinator:
             self._memory.dead_letters[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
             raise Undecidable(f"inbox message {stored.seq}: {self._memory.dead_letters[stored.seq]}") from error
 
-    def _note_reply_to(self, command: str, reply_to: str) -> None:
-        self._reply_to[command] = reply_to
+    def _note_reply_to(self, command: str, reply_to: str, trace: str) -> None:
+        self._reply_to[command] = reply_to, trace
         trim(self._reply_to, REPLIES_MAX)
+
+    def _trace_of(self, pending: PendingDecision, trace: str) -> str:
+        """Return the trace of a decision: that of the command which it answers, such as a claim that had to wait."""
+        for reply in pending.decision.replies:
+            _, its_own = self._reply_to.get(reply.command, ("", ""))
+            if its_own:
+                return its_own
+        return trace
 
     async def _append(self, pending: Sequence[tuple[PendingDecision, str]]) -> None:
         """Append decisions. While the bus is away or the log is full, wait and retry: nothing is lost.
@@ -372,7 +381,7 @@ class Coordinator:
 
     async def _reply(self, replies: Sequence[CommandReply]) -> None:
         for reply in replies:
-            subject = self._reply_to.pop(reply.command, "")
+            subject, _ = self._reply_to.pop(reply.command, ("", ""))
             if subject:
                 await self.bus.answer(subject, msgspec.structs.replace(reply.answer, position=self._last))
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from bombus import telemetry
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.errors import BusUnavailable, Code, Refused
+from bombus.hive.events import kind_of
 from bombus.hive.inbox import AnyAnswer, Message
 from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.bodies import BodyGate
@@ -16,6 +18,7 @@ from bombus_gateway.call.workers import Workers
 from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
+from bombus_gateway.traces import EpisodeTraces
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class Gateway:
     bodies: BodyGate = field(init=False)
     clients: Guard = field(init=False)
     control: Guard = field(init=False)
+    traces: EpisodeTraces = field(default_factory=EpisodeTraces)
     ready: bool = False
 
     def __post_init__(self) -> None:
@@ -69,7 +73,9 @@ class Gateway:
         and `BusUnavailable` if no answer arrives in time.
         """
         limit_s = self.settings.bus_timeout_s if limit_s is None else limit_s
-        answer = await self.bus.inbox.request(command, limit_s, traceparent=traceparent)
+        about: telemetry.Attributes = {"bombus.message": kind_of(command), "bombus.engine": command.engine}
+        with telemetry.span("gateway.command", traceparent, about, "SERVER") as span:
+            answer = await self.bus.inbox.request(command, limit_s, traceparent=span.traceparent)
         try:
             await self.follower.wait_position(answer.position, POSITION_S)
         except TimeoutError:

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from bombus import telemetry
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.hive.events import AnyEvent
 from bombus.hive.subjects import SIGNING_SECRET
 from bombus.machine.host_names import OwnHostsOnly, host_of
 from bombus.machine.http_limits import HttpLimits
@@ -23,6 +24,7 @@ from bombus_gateway.keys import Keys
 from bombus_gateway.metrics import DECLARED
 from bombus_gateway.open_requests import connections_of
 from bombus_gateway.settings import GatewaySettings
+from bombus_gateway.traces import EpisodeTraces
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,13 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
     """
     async with await Bus.connect(settings.bus_url, settings.hive, name="gateway") as bus:
         await bus.until_streams_exist()
-        gateway = Gateway(settings, bus, Follower(bus), Keys(await bus.secret(SIGNING_SECRET)))
+        traces = EpisodeTraces()
+
+        def note(_: int, event: AnyEvent) -> None:
+            traces.note(event, follower.traceparent)
+
+        follower = Follower(bus, note if telemetry.enabled() else None)
+        gateway = Gateway(settings, bus, follower, Keys(await bus.secret(SIGNING_SECRET)), traces)
         app = create_app(gateway)
         async with asyncio.TaskGroup() as tasks:
             parts = [

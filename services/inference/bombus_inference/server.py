@@ -188,7 +188,8 @@ class App:
         self.backend.add(ticket, request)
         try:
             parent = telemetry.traceparent_of(request.traceparent)
-            with telemetry.span("inference.generate", parent, call=request.id):
+            about = self._about(request) if telemetry.enabled() else None
+            with telemetry.span("inference.generate", parent, about, "SERVER"):
                 await self._send_frames(reply, request.stream, send)
         except ClientDisconnected:
             log.debug("a client disconnected", extra={"call": request.id})
@@ -197,6 +198,19 @@ class App:
             del self._open[ticket]
             if not reply.done:
                 self.backend.abort(ticket)
+
+    def _about(self, request: Generate) -> telemetry.Attributes:
+        """Return what the span of a request tells."""
+        return {
+            **telemetry.gen_ai("text_completion", request.episode),
+            "bombus.engine": self.engine,
+            "gen_ai.response.id": request.id,
+            "gen_ai.usage.input_tokens": len(request.prompt) // 4,
+            "gen_ai.request.max_tokens": request.sampling.max_tokens,
+            "gen_ai.request.temperature": request.sampling.temperature,
+            "bombus.policy_version": self.backend.version,
+            "bombus.replica": self.replica,
+        }
 
     async def _read_request(self, receive: AsgiReceive) -> Generate | Fault:
         try:

@@ -25,6 +25,7 @@ from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.hive.trajectories.training import checkpoint_folder
 from bombus.machine.metrics import MetricValue, metrics_server
 from bombus.private import private_folder
+from bombus.telemetry import TraceSpan
 from bombus_trainer import loading
 from bombus_trainer.backend import BaseLoader, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
@@ -275,8 +276,9 @@ class Trainer:
         self._attempt += 1
         ownership = self._ownership
         reached(Point.TRAINER_BATCH_FOUND)
-        with telemetry.span("trainer.step", ownership.batch_trace, engine=self._options.engine, step=batch.step):
-            metrics, tokens = await self._train(executor, batch)
+        about: telemetry.Attributes = {"bombus.engine": self._options.engine, "bombus.step": batch.step}
+        with telemetry.span("trainer.step", ownership.batch_trace, about, "CONSUMER") as span:
+            metrics, tokens = await self._train(executor, batch, span)
             reached(Point.TRAINER_STEP_TRAINED)
             due = is_due(ownership.engine.steps, batch.step, self._checkpoint_every(executor))
             path, digest = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
@@ -301,9 +303,12 @@ class Trainer:
         shown = [f"{name} {metrics[name]:.4g}" for name in ("reward_mean", "loss") if name in metrics]
         log.info("step %d: %s", batch.step, ", ".join(shown) or "nothing to train on")
 
-    async def _train(self, executor: TrainerBackend, batch: BatchReady) -> tuple[dict[str, float], StepTokens]:
+    async def _train(
+        self, executor: TrainerBackend, batch: BatchReady, span: TraceSpan
+    ) -> tuple[dict[str, float], StepTokens]:
         start = perf_counter()
         read = await self._read(executor, batch)
+        span.link(call.trace for group in read.groups for episode in group.episodes for call in episode.records)
         read_s = perf_counter() - start
         reached(Point.TRAINER_BATCH_READ)
         for episode, why in read.lost.items():

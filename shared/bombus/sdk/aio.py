@@ -37,7 +37,7 @@ class _LoopRuntime:
         self._sleep = sleep
 
     async def send(self, request: ServerRequest) -> ServerReply | NoReply:
-        with telemetry.span("sdk.request", path=request.path):
+        with telemetry.span("sdk.request", None, {"url.path": request.path}, "CLIENT"):
             try:
                 response = await self._http.request(**transport.request_options(request))
             except httpx.RequestError as error:

@@ -44,7 +44,7 @@ class _ThreadRuntime:
         self._connections = transport.OpenConnections()
 
     async def send(self, request: ServerRequest) -> ServerReply | NoReply:
-        with telemetry.span("sdk.request", path=request.path):
+        with telemetry.span("sdk.request", None, {"url.path": request.path}, "CLIENT"):
             return transport.sent(self._http, request, {"trace": self._connections.note})
 
     async def sleep(self, seconds: float) -> None:

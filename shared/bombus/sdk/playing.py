@@ -4,8 +4,10 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from bombus import telemetry
 from bombus.sdk import running
 from bombus.sdk.core import Exchange, check_task
 from bombus.sdk.groups import Claiming, ClaimT, GivenT, GroupRun, OutcomeT
@@ -91,11 +93,24 @@ class Playing:
     ) -> list[OutcomeT | None]:
         """Play a group of episodes to the end. If that fails, no episode stays open. See `run_group`."""
         check_task(task)
-        group = kind(self._core, task, claim, await claim(n), replace_infra)
+        with telemetry.span("sdk.group", None, {"bombus.episodes": n}):
+            group = kind(self._core, task, claim, await claim(n), replace_infra)
+            return await self._run_claimed(group, func, max_workers)
+
+    async def _run_claimed(
+        self,
+        group: GroupRun[ClaimT, GivenT, OutcomeT],
+        func: Callable[[Task, ClaimT], GivenT | Awaitable[GivenT]],
+        max_workers: int | None,
+    ) -> list[OutcomeT | None]:
+        trace = telemetry.current()  # which threads do not know by themselves
 
         async def attempt(index: int) -> None:
             try:
-                group.succeeded(index, await self._runtime.result_of(lambda: func(task, group.begin(index))))
+                claimed = group.begin(index)
+                with telemetry.span("invoke_agent", trace, telemetry.gen_ai("invoke_agent", claimed.episode)):
+                    given = await self._runtime.result_of(partial(func, group.task, claimed))
+                    group.succeeded(index, given)
             except Exception as error:  # an error in the caller's code: the rest of the group continues
                 self._runtime.check()
                 group.failed(index, error)

@@ -23,6 +23,7 @@ from bombus_gateway.call.prefixes import NOTHING_READ, AnotherList, BodyPrefix, 
 from bombus_gateway.call.request import CallRequest, CompletionRequest
 from bombus_gateway.call.workers import NUMBER_BYTES, Workers
 from bombus_gateway.keys import KeyClaims
+from bombus_gateway.traces import attributes_of
 
 RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and Anthropic
 OVERRIDDEN = b"x-bombus-overridden"  # response header that names what was requested but not applied
@@ -121,7 +122,11 @@ class _CallRoute:
     async def answer(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
         request, encoder = await self.read(headers, receive)
         stream, workers = request.completion.stream, self._calls.workers
-        with telemetry.span("gateway.call", request.traceparent, episode=request.claims.episode) as span:
+        name, parent, about = "chat" if request.completion.chat else "text_completion", request.traceparent, None
+        if telemetry.enabled():
+            parent = parent or self._calls.traces.of(request.claims.episode)
+            about = telemetry.gen_ai(name, request.claims.episode)
+        with telemetry.span(name, parent, about, "SERVER") as span:
             request = msgspec.structs.replace(request, traceparent=span.traceparent)
             recorded = await self._recorded(request, response)
             if recorded is not None:
@@ -134,6 +139,8 @@ class _CallRoute:
                 with response.hanging_up(lambda _: call.hang_up()):
                     await (answer.stream(call) if stream else answer.whole(call))
                 call.sent()
+                if telemetry.enabled() and call.recorded is not None:
+                    span.set(attributes_of(call.recorded, call.engine))
 
     async def _recorded(self, request: CallRequest, response: Responder) -> RecordedAnswer | None:
         """Return the recorded answer to a retry, or None if there is none. This may have to wait until an earlier

@@ -54,6 +54,7 @@ from bombus_gateway.history.histories import Histories
 from bombus_gateway.metrics import CallMetrics
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.traces import EpisodeTraces
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class Calls:
         self.unacknowledged: dict[str, Call] = {}
         self.opened: set[Call] = set()
         self.metrics = CallMetrics(gateway.settings.engines)
+        self.traces: EpisodeTraces = gateway.traces
         self._gateway = gateway
 
     def check_ready(self) -> None:
@@ -289,6 +291,11 @@ class Call:
             self._conversation.begin_continuing(plan.prompt.node)
         self.attempt.call = self.id
         calls.opened.add(self)
+
+    @property
+    def recorded(self) -> CallRecord | None:
+        """The call's record, once it has been made."""
+        return self._made
 
     @property
     def head(self) -> AnswerHead:

@@ -1,4 +1,7 @@
-"""A hive of real processes is scraped by a real Prometheus, with the configuration, alerts and dashboard of deploy/."""
+"""A hive of real processes, as Prometheus and an OpenTelemetry collector see it.
+
+Prometheus is a real one, with the configuration, alerts and dashboard of deploy/.
+"""
 
 import json
 import re
@@ -14,10 +17,12 @@ import httpx
 import pytest
 import yaml
 from openai import AuthenticationError, OpenAI
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
-from bombus import Job, SwarmClient, Task, WorkflowOutput
 from bombus.machine.process import free_port
 from tests.metrics_page import SERVICES, kind_of
+from tests.otlp import Collector, Received, collecting
 from tests.patience import wait_until
 from tests.system.test_up import FRESH, READY_S, ROOT, Up
 
@@ -38,16 +43,18 @@ needs_prometheus = pytest.mark.skipif(
 
 
 class Lab:
-    """A hive that has made a step, and the texts of its services' metrics by service."""
+    """A hive that has made two steps, and what it tells."""
 
-    def __init__(self, up: Up, port: int, secrets: list[str]) -> None:
+    def __init__(self, up: Up, port: int, collector: Collector, secrets: list[str]) -> None:
         self.up = up
+        self.collector = collector
         self.port = port  # of the coordinator's metrics; the trainer's is the next one
         self.secrets = secrets
         show = [sys.executable, "-m", "bombus", "inference", "--nats", up.nats, "--show-key"]
         self.replica_key = subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip()
 
     def texts(self) -> dict[str, str]:
+        """Return the metrics of each service."""
         (group,) = self._get(f"{self.up.url}/metrics/replicas", CLIENT).json()
         places = {
             "Gateways": (f"{self.up.url}/metrics", CLIENT),
@@ -72,31 +79,57 @@ def free_pair() -> int:
                 return port
 
 
+# Plays a group, and then another of episodes that are claimed and ended one by one. Prints what is secret.
+PROGRAM = """
+import json, sys
+from openai import OpenAI
+from bombus import Job, SwarmClient, Task, WorkflowOutput
+
+url, key, job, prompt = sys.argv[1:]
+task = Task(task_id="my-own-task", main_query=prompt)
+secrets = [task.task_id, "my-own-name"]
+
+
+def agent(task, credentials):
+    model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key, max_retries=0)
+    messages = [{"role": "user", "content": prompt}]
+    reply = model.chat.completions.create(model="my-own-name", messages=messages, max_tokens=8)
+    secrets.extend((credentials.api_key, credentials.episode_uuid))
+    return WorkflowOutput(reward=float(len(set(reply.choices[0].message.content or ""))))
+
+
+with SwarmClient(url, api_key=key) as client:
+    client.auto_sync_train_config_and_start_engine(Job(**json.loads(job)))
+    client.run_group(task, agent, 4)
+with SwarmClient(f"{url}/k/{key}") as client:
+    client.wait_for_status("ENGINE.ROLLING")
+    for _ in range(4):
+        episode, credentials = client.begin_episode()
+        client.end_episode(task, episode, agent(task, credentials))
+print(json.dumps(secrets))
+"""
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("lab")
     for name, key in (("admin", ADMIN), ("client", CLIENT)):
         (folder / name).write_text(key)
     port = free_pair()
-    up = Up(folder, "--admin-key-file", str(folder / "admin"), "--client-key-file", str(folder / "client"),
-            "--metrics-port", str(port))  # fmt: skip
-    secrets = [ADMIN, CLIENT, PROMPT]
-    with SwarmClient(up.url, api_key=ADMIN) as client:
-        client.auto_sync_train_config_and_start_engine(Job(model="tiny", batch_size=1, num_repeat=4, bombus=FRESH))
-
-        def agent(task: Task, credentials: Any) -> WorkflowOutput:
-            model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key, max_retries=0)
-            messages: Any = [{"role": "user", "content": PROMPT}]
-            reply = model.chat.completions.create(model="my-own-name", messages=messages, max_tokens=8)
-            secrets.extend((credentials.api_key, credentials.episode_uuid, credentials.episode, "my-own-name"))
-            return WorkflowOutput(reward=float(len(set(reply.choices[0].message.content or ""))))
-
-        client.run_group(Task(task_id="my-own-task", main_query=PROMPT), agent, 4)
-        wait_until(lambda: client.get_global_step() == 1, READY_S)
-    with pytest.raises(AuthenticationError):
-        OpenAI(base_url=f"{up.url}/v1", api_key="sk-wrong", max_retries=0).models.list()
-    yield Lab(up, port, [*secrets, "my-own-task"])
-    assert up.interrupt() == [], "Ctrl-C leaves no process running"
+    with pytest.MonkeyPatch.context() as patch, collecting() as collector:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        up = Up(folder, "--admin-key-file", str(folder / "admin"), "--client-key-file", str(folder / "client"),
+                "--metrics-port", str(port))  # fmt: skip
+        job = {"model": "tiny", "batch_size": 1, "num_repeat": 4, "bombus": FRESH}
+        command = [sys.executable, "-c", PROGRAM, up.url, ADMIN, json.dumps(job), PROMPT]
+        played = subprocess.run(command, capture_output=True, text=True, timeout=READY_S)
+        assert played.returncode == 0, played.stderr
+        with pytest.raises(AuthenticationError):
+            OpenAI(base_url=f"{up.url}/v1", api_key="sk-wrong", max_retries=0).models.list()
+        wait_until(lambda: sum(span.name == "trainer.step" for span in collector.spans) == 2)
+        yield Lab(up, port, collector, [ADMIN, CLIENT, PROMPT, *json.loads(played.stdout)])
+        assert up.interrupt() == [], "Ctrl-C leaves no process running"
 
 
 def kinds_of(text: str) -> dict[str, str]:
@@ -277,7 +310,7 @@ def prometheus(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 def test_prometheus_scrapes_every_service_of_a_hive(prometheus: Prometheus) -> None:
     assert [float(each["value"][1]) for each in prometheus.result("up")] == [1.0] * 4
     assert float(prometheus.result("max(bombus_coordinator_leading)")[0]["value"][1]) == 1
-    assert float(prometheus.result("sum(bombus_trainer_steps_total)")[0]["value"][1]) == 1
+    assert float(prometheus.result("sum(bombus_trainer_steps_total)")[0]["value"][1]) == 2
     stored = set(prometheus.ask("label/__name__/values"))
     for expression in expressions():
         used = set(NAMES.findall(re.sub(r'"[^"]*"', "", expression)))
@@ -296,3 +329,71 @@ def test_every_panel_and_rule_is_answered_and_nothing_alarms_about_a_sound_hive(
     assert len(rules) > 10
     alarmed = {alert["labels"]["alertname"] for alert in prometheus.ask("alerts")["alerts"]}
     assert alarmed <= {"BombusNoStep"}, "which is pending for the first hour without a step"
+
+
+# ---- traces -------------------------------------------------------------------------------------------------------
+
+
+def test_one_episode_is_traced_from_the_sdk_through_every_service_into_its_step(lab: Lab) -> None:
+    spans = lab.collector.spans
+    by_id = {span.id: span for span in spans}
+
+    def path(span: Received) -> list[str]:
+        """Return the names from the root of the trace down to this span."""
+        above = path(by_id[span.parent]) if span.parent else []
+        about = span.attributes.get("url.path") or span.attributes.get("bombus.message") or ""
+        return [*above, f"{span.service.removeprefix('bombus-')} {span.name} {about}".strip()]
+
+    (group,) = [span for span in spans if span.name == "sdk.group"]
+    traced = [span for span in spans if span.trace == group.trace]
+    claimed = [
+        "client sdk.group",
+        "client sdk.request /claim_episodes",
+        "gateway gateway.command claim",
+        "coordinator coordinator.decide claim",
+    ]
+    for call in [span for span in traced if span.name == "chat"]:
+        episode = call.attributes["gen_ai.conversation.id"]
+        assert path(call) == [*claimed, "gateway chat"]
+        below = [span for span in traced if span.parent == call.id]
+        (generated,) = [span for span in below if span.name == "inference.generate"]
+        assert generated.attributes["gen_ai.conversation.id"] == episode
+        assert generated.attributes["gen_ai.response.id"] == call.attributes["gen_ai.response.id"]
+        assert [path(span)[-1] for span in below if span != generated] == [
+            "coordinator coordinator.decide call.recorded"
+        ]
+        (agent,) = [span for span in traced if span.attributes.get("gen_ai.operation.name") == "invoke_agent"
+                    and span.attributes["gen_ai.conversation.id"] == episode]  # fmt: skip
+        assert path(agent) == ["client sdk.group", "client invoke_agent"]
+        assert call.kind == generated.kind == Span.SPAN_KIND_SERVER
+        assert call.attributes["gen_ai.request.model"] == "tiny"
+        assert call.attributes["gen_ai.usage.output_tokens"] > 0
+        assert call.attributes["gen_ai.usage.input_tokens"] == generated.attributes["gen_ai.usage.input_tokens"] > 0
+    assert sum(span.name == "chat" for span in traced) == 4
+    (step,) = [span for span in traced if span.name == "trainer.step"]
+    assert path(step) == [
+        "client sdk.group",
+        "client sdk.request /end_episodes",
+        "gateway gateway.command end",
+        "coordinator coordinator.decide end",
+        "trainer trainer.step",
+    ]
+    assert step.attributes["bombus.step"] == 1
+
+
+def test_a_step_is_linked_to_the_traces_of_episodes_that_were_claimed_one_by_one(lab: Lab) -> None:
+    spans = lab.collector.spans
+    (group,) = [span for span in spans if span.name == "sdk.group"]
+    (step,) = [span for span in spans if span.name == "trainer.step" and span.trace != group.trace]
+    calls = [span for span in spans if span.name == "chat" and span.trace != group.trace]
+    assert len({span.trace for span in calls}) == 4
+    assert step.links == {span.trace for span in calls}
+
+
+def test_spans_have_the_names_of_the_conventions_and_nothing_that_only_a_client_may_see(lab: Lab) -> None:
+    known = {value for name, value in vars(gen_ai_attributes).items() if name.isupper() and isinstance(value, str)}
+    names = {name for span in lab.collector.spans for name in span.attributes}
+    assert {name for name in names if name.startswith("gen_ai.")} <= known
+    assert not names & {"gen_ai.input.messages", "gen_ai.output.messages", "gen_ai.system_instructions"}
+    sent = b"".join(body for _, body in lab.collector.bodies)
+    assert [secret for secret in [*lab.secrets, lab.replica_key] if secret.encode() in sent] == []
