@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bombus.bus import EPOCH, INBOX, Bus, Outgoing, Reader, Stored, append
+from bombus.bus import EPOCH, INBOX, TRACEPARENT, Bus, Outgoing, Reader, Stored, append
 from bombus.bus.follow import Follower
 from bombus.errors import Code, Deposed, Refused
 from bombus.hive import events as ev
@@ -246,6 +246,21 @@ async def test_r13_a_claim_waits_its_slice_and_is_granted_when_room_appears(bus:
         waiting = asyncio.create_task(bus.inbox.request(claim("next", "c2", wait_s=5)))
         await bus.inbox.request(inbox.Abort(id="abort", engine=ENGINE, client="c1", episodes=first.episodes[:1]))
         assert isinstance(await waiting, inbox.Granted)
+
+
+async def test_a_claim_that_waited_has_its_own_trace_and_not_that_of_the_message_which_made_room(bus: Bus) -> None:
+    its_own, of_others = f"00-{1:032x}-{1:016x}-01", f"00-{2:032x}-{2:016x}-01"
+    async with leading(bus):
+        await boot(bus, batch_size=100)
+        first = await bus.inbox.request(claim("all", count=128))
+        assert isinstance(first, inbox.Granted)
+        waiting = asyncio.create_task(bus.inbox.request(claim("next", "c2", wait_s=5), traceparent=its_own))
+        aborts = inbox.Abort(id="abort", engine=ENGINE, client="c1", episodes=first.episodes[:1])
+        await bus.inbox.request(aborts, traceparent=of_others)
+        await waiting
+    traces = {type(ev.decode_event(each.data)): each.headers.get(TRACEPARENT) for each in await log_of(bus)}
+    assert traces[ev.EpisodeAborted] == of_others
+    assert traces[ev.EpisodeClaimed] == its_own
 
 
 async def test_r19_two_hives_share_a_server_and_stay_separate(bus: Bus, nats_url: str, hive: str) -> None:

@@ -5,7 +5,7 @@ Replicas choose their ports themselves, so `GET /metrics/replicas` tells Prometh
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -20,6 +20,22 @@ from bombus_gateway.context import Gateway
 from bombus_gateway.plain_routes import JsonResponse, PlainRoute
 
 FATES = ("claimed", "ended", "aborted", "trained", "dropped", "taken")  # of episodes, as `Counters` counts them
+# What each engine has one value of.
+OF_ENGINES: Mapping[str, tuple[str, Callable[[EngineState], float]]] = {
+    "suspended": ("1 while the run is suspended, until somebody resumes it.", lambda engine: bool(engine.suspended)),
+    "run": ("The number of the run.", lambda engine: engine.run),
+    "policy_version": ("The newest version of the weights, -1 before the first.", lambda engine: engine.version),
+    "step": ("The newest step whose batch is sealed.", lambda engine: engine.step),
+    "step_failures": ("Failed attempts at the step that is outstanding.", lambda engine: engine.step_failures),
+    "last_step_timestamp_seconds": (
+        "When the newest step was completed, 0: never.",
+        lambda engine: 0.0 if engine.step_done is None else engine.step_done.at_ns / 1e9,
+    ),
+    "open_episodes": ("Episodes that clients play.", lambda engine: len(engine.open)),
+    "pool_episodes": ("Ended episodes that wait for a batch.", lambda engine: len(engine.pool)),
+    "pool_size_bytes": ("The size of the calls of these episodes.", lambda engine: engine.pool_bytes),
+    "waiting_operations": ("Training operations that wait.", lambda engine: engine.clients.waiting),
+}
 DECLARED: Declared = {
     "bombus_gateway_calls_total": Metric("Model calls recorded, by outcome.", ("engine", "outcome")),
     "bombus_gateway_call_seconds": Metric("From a recorded call's request to its last token.", ("engine",), True),
@@ -35,20 +51,11 @@ DECLARED: Declared = {
     "bombus_stream_size_bytes": Metric("The size of a stream on the bus.", ("stream",)),
     "bombus_stream_limit_bytes": Metric("The size that a stream may have.", ("stream",)),
     "bombus_engine_phase": Metric("1 for the phase that an engine is in, 0 for others.", ("engine", "phase")),
-    "bombus_engine_suspended": Metric("1 while the run is suspended, until somebody resumes it.", ("engine",)),
-    "bombus_engine_run": Metric("The number of the run.", ("engine",)),
-    "bombus_engine_policy_version": Metric("The newest version of the weights, -1 before the first.", ("engine",)),
-    "bombus_engine_step": Metric("The newest step whose batch is sealed.", ("engine",)),
-    "bombus_engine_step_failures": Metric("Failed attempts at the step that is outstanding.", ("engine",)),
-    "bombus_engine_last_step_timestamp_seconds": Metric("When the newest step was completed, 0: never.", ("engine",)),
-    "bombus_engine_open_episodes": Metric("Episodes that clients play.", ("engine",)),
-    "bombus_engine_pool_episodes": Metric("Ended episodes that wait for a batch.", ("engine",)),
-    "bombus_engine_pool_size_bytes": Metric("The size of the calls of these episodes.", ("engine",)),
     "bombus_engine_replicas": Metric("Replicas: serving, loading or quarantined.", ("engine", "state")),
     "bombus_engine_episodes_total": Metric("Episodes of the run, by what became of them.", ("engine", "fate")),
     "bombus_engine_failed_episodes_total": Metric("Aborted episodes of the run, by failure.", ("engine", "kind")),
     "bombus_engine_operations_total": Metric("Training operations: accepted, executed or failed.", ("engine", "state")),
-    "bombus_engine_waiting_operations": Metric("Training operations that wait.", ("engine",)),
+    **{f"bombus_engine_{name}": Metric(text, ("engine",)) for name, (text, _) in OF_ENGINES.items()},
 }
 
 
@@ -65,7 +72,7 @@ class _EngineCalls:
 
 
 class CallMetrics:
-    """What a gateway counts of the requests that it answers. Counting a call takes about two microseconds."""
+    """What a gateway counts of the requests that it answers. To count a call takes a dozen additions, and no lock."""
 
     def __init__(self, engines: Iterable[str]) -> None:
         self.refusals: Counter[Code] = Counter()
@@ -106,11 +113,14 @@ class MetricsRoutes:
 
     async def values(self) -> list[MetricValue]:
         hive, streams = self._gateway.follower.hive, await of_bus(self._streams())
-        found: list[MetricValue] = [*self._calls.values(), *streams]
-        found.append(("bombus_gateway_calls_in_flight", (), len(self._in_flight)))
-        found.append(("bombus_hive_epoch", (), hive.epoch))
-        found.append(("bombus_hive_timestamp_seconds", (), hive.now_ns / 1e9))
-        found.append(("bombus_hive_full", (), len(hive.full)))
+        found: list[MetricValue] = [
+            *self._calls.values(),
+            *streams,
+            ("bombus_gateway_calls_in_flight", (), len(self._in_flight)),
+            ("bombus_hive_epoch", (), hive.epoch),
+            ("bombus_hive_timestamp_seconds", (), hive.now_ns / 1e9),
+            ("bombus_hive_full", (), len(hive.full)),
+        ]
         for name in self._gateway.settings.engines:
             found += engine_values(hive.engine(name))
         return found
@@ -138,16 +148,8 @@ def engine_values(engine: EngineState) -> Iterator[MetricValue]:
     name, counters, clients = engine.name, engine.counters, engine.clients
     for phase in Phase:
         yield "bombus_engine_phase", (name, phase.removeprefix("ENGINE.").lower()), float(engine.phase == phase)
-    yield "bombus_engine_suspended", (name,), float(bool(engine.suspended))
-    yield "bombus_engine_run", (name,), engine.run
-    yield "bombus_engine_policy_version", (name,), engine.version
-    yield "bombus_engine_step", (name,), engine.step
-    done_ns = 0 if engine.step_done is None else engine.step_done.at_ns
-    yield "bombus_engine_step_failures", (name,), engine.step_failures
-    yield "bombus_engine_last_step_timestamp_seconds", (name,), done_ns / 1e9
-    yield "bombus_engine_open_episodes", (name,), len(engine.open)
-    yield "bombus_engine_pool_episodes", (name,), len(engine.pool)
-    yield "bombus_engine_pool_size_bytes", (name,), engine.pool_bytes
+    for gauge, (_, value) in OF_ENGINES.items():
+        yield f"bombus_engine_{gauge}", (name,), float(value(engine))
     usable, serving = len(engine.usable), len(engine.usable.keys() & engine.loaded)
     states = {"serving": serving, "loading": usable - serving, "quarantined": len(engine.replicas) - usable}
     for state, count in states.items():
@@ -158,4 +160,3 @@ def engine_values(engine: EngineState) -> Iterator[MetricValue]:
         yield "bombus_engine_failed_episodes_total", (name, kind), counters.aborted_by.get(kind, 0)
     for state in ("accepted", "executed", "failed"):
         yield "bombus_engine_operations_total", (name, state), getattr(clients, state)
-    yield "bombus_engine_waiting_operations", (name,), clients.waiting

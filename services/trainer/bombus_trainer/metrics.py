@@ -11,14 +11,15 @@ DECLARED: Declared = {
     "bombus_trainer_step_in_flight": Metric("1 while a step is made.", ("engine",)),
     "bombus_trainer_phase_seconds_total": Metric("Where the time of these steps went.", ("engine", "phase")),
     "bombus_trainer_loss": Metric("The loss of the newest step, if it had one.", ("engine",)),
-    "bombus_trainer_gradient_norm": Metric("The gradient norm of the newest step, if it had one.", ("engine",)),
+    "bombus_trainer_grad_norm": Metric("The gradient norm of the newest step, if it had one.", ("engine",)),
 }
 
 
 class TrainerMetrics:
     """What a trainer counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
         self._in_flight = False
         self._steps = 0
         self._seconds: dict[str, float] = {}
@@ -42,11 +43,14 @@ class TrainerMetrics:
                 phase = name.removeprefix(SECONDS)
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + value
 
-    def values(self, engine: str) -> Iterator[MetricValue]:
-        yield "bombus_trainer_steps_total", (engine,), self._steps
-        yield "bombus_trainer_step_in_flight", (engine,), float(self._in_flight)
+    async def values(self) -> list[MetricValue]:
+        found: list[MetricValue] = [
+            ("bombus_trainer_steps_total", (self._engine,), self._steps),
+            ("bombus_trainer_step_in_flight", (self._engine,), float(self._in_flight)),
+        ]
         for phase, seconds in self._seconds.items():
-            yield "bombus_trainer_phase_seconds_total", (engine, phase), seconds
-        for metric, name in (("loss", "loss"), ("grad_norm", "gradient_norm")):
-            if metric in self._newest:
-                yield f"bombus_trainer_{name}", (engine,), self._newest[metric]
+            found.append(("bombus_trainer_phase_seconds_total", (self._engine, phase), seconds))
+        for name in ("loss", "grad_norm"):
+            if name in self._newest:
+                found.append((f"bombus_trainer_{name}", (self._engine,), self._newest[name]))
+        return found

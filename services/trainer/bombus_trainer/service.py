@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +23,7 @@ from bombus.hive.inbox import GiveUpGroups, LostGroup, StepBroke, StepDone, Weig
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.hive.trajectories.training import checkpoint_folder
-from bombus.machine.metrics import MetricValue, metrics_server
+from bombus.machine.metrics import metrics_server
 from bombus.private import private_folder
 from bombus.telemetry import TraceSpan
 from bombus_trainer import loading
@@ -78,7 +78,7 @@ class Trainer:
         """
         self._load_backend = load or (lambda job: load_backend(job, options))
         self._load_base = load_base or (lambda job, executor: loading.load_base(job, options, executor))
-        self.metrics = TrainerMetrics()
+        self.metrics = TrainerMetrics(options.engine)
         self.name = name or f"trainer-{secrets.token_hex(4)}"
         self._bus = bus
         self._options = options
@@ -462,9 +462,5 @@ async def run(
     async with await Bus.connect(url, hive, name=f"trainer-{options.engine}") as bus:
         await bus.until_streams_exist()
         trainer = Trainer(bus, options, load=load, load_base=load_base)
-
-        async def values() -> Iterable[MetricValue]:
-            return trainer.metrics.values(options.engine)
-
-        async with metrics_server(bus, options, DECLARED, values):
+        async with metrics_server(bus, options, DECLARED, trainer.metrics.values):
             await trainer.run()

@@ -142,13 +142,15 @@ def services(layout: Layout, nats: str) -> list[Service]:
     def service(
         kind: str, name: str, *arguments: str, more: Mapping[str, str] = {}, gpus: Sequence[int] = ()
     ) -> Service:
-        command = (sys.executable, "-m", "bombus", kind, *common, *arguments)
+        without_port = kind == "coordinator" or (kind == "gateway" and cluster.gateway.count > 1)
+        own = typed_flags(metrics()) if without_port else []
+        command = (sys.executable, "-m", "bombus", kind, *common, *arguments, *own)
         seen = gpu_environment(gpus) if gpus else {}
         silence_s = GATEWAY_SILENCE_S if kind == "gateway" else 0.0
         return Service(kind, name, command, {**environment, **more, **seen}, seen, silence_s)
 
     found = [
-        service("coordinator", f"coordinator{which}", *_named(stem, which), *kept, *typed_flags(metrics()))
+        service("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *kept)
         for which in _numbered(cluster.coordinator.count)
     ]
     for name, engine in cluster.engines.items():
@@ -167,13 +169,8 @@ def services(layout: Layout, nats: str) -> list[Service]:
     listening += ["--trusted-network"] if layout.trusted_network else []
     keys = layout.keys.environment()  # the other processes run models and need no keys
     return found + [
-        service("gateway", f"gateway{which}", *listening, *(typed_flags(metrics()) if which else ()), more=keys)
-        for which in _numbered(cluster.gateway.count)
+        service("gateway", f"gateway{which}", *listening, more=keys) for which in _numbered(cluster.gateway.count)
     ]
-
-
-def _named(stem: str, which: str) -> tuple[str, str]:
-    return "--name", f"{stem}{which or ' 1'}".replace(" ", "-")
 
 
 def _environment(layout: Layout) -> dict[str, str]:

@@ -9,8 +9,10 @@ import contextlib
 import hmac
 import logging
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from bombus.bus import Bus, ServerRefused
 from bombus.config.parts import MetricsOptions
@@ -19,6 +21,9 @@ from bombus.hive.generation import replica_key
 from bombus.hive.subjects import SIGNING_SECRET
 from bombus.machine.host_names import AsgiMessage, AsgiReceive, AsgiSend
 from bombus.machine.process import listen
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +47,9 @@ class Histogram:
         self.counts[bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
 
-    def buckets(self) -> Iterator[tuple[str, float]]:
-        """Yield each upper bound with the number of durations up to it."""
-        total = 0
-        for bound, count in zip((*SECONDS, float("inf")), self.counts, strict=True):
-            total += count
-            yield "+Inf" if bound == float("inf") else str(bound), float(total)
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return each upper bound with the number of durations up to it."""
+        return list(zip((*map(str, SECONDS), "+Inf"), accumulate(self.counts), strict=True))
 
 
 class Metric(NamedTuple):
@@ -68,7 +70,7 @@ Collect = Callable[[], Awaitable[Iterable[MetricValue]]]
 
 def exposition(declared: Declared, values: Iterable[MetricValue]) -> bytes:
     """Return the metrics of this process in Prometheus' text format, those of the operating system included."""
-    from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+    from prometheus_client import ProcessCollector, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     families: dict[str, Any] = {}  # the parameters of `add_metric` differ from kind to kind
@@ -82,14 +84,9 @@ def exposition(declared: Declared, values: Iterable[MetricValue]) -> bytes:
         else:
             families[name].add_metric(labels, value)
 
-    class Collected:
-        def collect(self) -> Iterable[Any]:
-            return families.values()
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collected())
-    ProcessCollector(registry=registry)
-    return generate_latest(registry)
+    of_process = ProcessCollector(registry=None)
+    everything = SimpleNamespace(collect=lambda: [*families.values(), *of_process.collect()])
+    return generate_latest(cast("Collector", everything))
 
 
 async def of_bus(asking: Awaitable[Iterable[MetricValue]]) -> Iterable[MetricValue]:

@@ -23,6 +23,7 @@ from bombus.weights.canary import SCORED, SEQUENCES, CanaryFailed, Expected, can
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm import answering
 from bombus_inference.backends.vllm.backend import VllmBackend
+from bombus_inference.server import HELP
 from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_adapters import address_of, random_adapter, write_adapter
@@ -279,6 +280,7 @@ async def test_its_metrics_are_reported(stage: Stage) -> None:
     await stage.client.until(lambda: stage.client.sampled(ticket) > 0)
     metrics = await stage.backend.metrics()
     assert (metrics["running"], metrics["engine_starts_total"], metrics["swaps_total"]) == (1.0, 1.0, 0.0)
+    assert metrics.keys() <= HELP.keys(), "each is documented"
 
 
 async def test_a_replica_whose_vllm_is_killed_leaves_and_comes_back_with_the_newest_weights(

@@ -11,10 +11,11 @@ from bombus.hive.generation import CallShape, Constraint, Generate
 from bombus_inference.backends.answers import ChoiceDelta
 from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.limits import Limits
-from bombus_inference.backends.vllm.prometheus import vllm_metrics
+from bombus_inference.backends.vllm.prometheus import NAMES, vllm_metrics
 from bombus_inference.backends.vllm.structured import structured_outputs
 from bombus_inference.backends.vllm.wire import VersionSpan, parse_deltas, request_body, versions_of
 from bombus_inference.backends.wire import WeightLabel
+from bombus_inference.server import HELP
 from tests.inference.backends.small_engines import request
 
 ENTRY: dict[str, Any] = {
@@ -143,6 +144,7 @@ def test_its_metrics_get_our_names_summed_over_its_engines() -> None:
         "cached_tokens_total": 100.0,
         "prefix_hit_ratio": 0.25,
     }
+    assert {*NAMES.values()} <= HELP.keys(), "each is documented"
 
 
 # ---- the form of an answer ----------------------------------------------------------------------------------------
