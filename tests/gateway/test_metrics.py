@@ -36,6 +36,9 @@ async def test_calls_their_tokens_and_times_are_counted_once_and_refusals_by_cod
         await ask(hive.client(key), stream=True)
         with pytest.raises(APIStatusError):
             await ask(hive.client(key[:-2] + "xx"))
+        async with httpx.AsyncClient(base_url=hive.base_url) as http:
+            assert (await http.post("/tokenize", json={"prompt": PROMPT})).status_code == 401
+            assert (await http.post("/end_episode", json={})).status_code == 400
         records = await hive.records(episode, 2)
         text = (await exposed(hive)).text
     lines = text.splitlines()
@@ -49,7 +52,8 @@ async def test_calls_their_tokens_and_times_are_counted_once_and_refusals_by_cod
     for name in ("bombus_gateway_call_seconds", "bombus_gateway_first_token_seconds"):
         assert f'{name}_count{{engine="main"}} 2.0' in lines
         assert sum(line.startswith(f"{name}_bucket") for line in lines) == len(SECONDS) + 1
-    assert 'bombus_gateway_refusals_total{code="bad_key"} 1.0' in lines
+    assert 'bombus_gateway_refusals_total{code="bad_key"} 2.0' in lines
+    assert 'bombus_gateway_refusals_total{code="malformed"} 1.0' in lines
     assert "bombus_gateway_calls_in_flight 0.0" in lines
     assert 'bombus_engine_phase{engine="main",phase="rolling"} 1.0' in lines
     assert 'bombus_engine_replicas{engine="main",state="serving"} 1.0' in lines

@@ -107,15 +107,14 @@ Responding = Callable[[HeaderMap, Receive, Responder], Awaitable[None]]
 error."""
 
 
-def route(method: str, errors: ErrorEncoder, answer: Responding, refusals: Counter[Code] | None = None) -> ASGIApp:
+def route(method: str, errors: ErrorEncoder, answer: Responding, refusals: Counter[Code]) -> ASGIApp:
     """Return an ASGI application that calls `answer` to respond, and reports whatever it raises as an error.
 
     `refusals` counts these errors.
     """
-    counted: Counter[Code] = Counter() if refusals is None else refusals
 
     async def refuse(response: Responder, refusal: Refused) -> None:
-        counted[refusal.code] += 1
+        refusals[refusal.code] += 1
         await response.fail(refusal)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -35,7 +35,8 @@ class OpenAIAPI:
         completions = OpenAIDialect(b"text", lambda body, _: read_completion(body), self._check_model)
         self.chat: ASGIApp = call_route(calls, chat, self._agents)
         self.completions: ASGIApp = call_route(calls, completions, self._agents)
-        self.models: ASGIApp = route("GET", chat, self._answer_models)
+        self._refusals = calls.metrics.refusals
+        self.models: ASGIApp = route("GET", chat, self._answer_models, self._refusals)
         self.tokens = TokenRoutes(calls, self._agents, chat)
         self.nothing: ASGIApp = not_found(chat)
         self._errors = chat
@@ -43,7 +44,7 @@ class OpenAIAPI:
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with a description of one model, under a name that calls may use."""
         name = scope["path"].partition("/v1/models/")[2]
-        await route("GET", self._errors, partial(self._answer_model, name))(scope, receive, send)
+        await route("GET", self._errors, partial(self._answer_model, name), self._refusals)(scope, receive, send)
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request with an error that says that embeddings are not offered."""

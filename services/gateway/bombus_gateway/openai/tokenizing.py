@@ -43,8 +43,8 @@ class TokenRoutes:
     def __init__(self, calls: Calls, agents: EpisodeGuard, errors: ErrorEncoder) -> None:
         self._calls = calls
         self._agents = agents
-        self.tokenize: ASGIApp = route("POST", errors, self._answer_tokenize)
-        self.detokenize: ASGIApp = route("POST", errors, self._answer_detokenize)
+        self.tokenize: ASGIApp = route("POST", errors, self._answer_tokenize, calls.metrics.refusals)
+        self.detokenize: ASGIApp = route("POST", errors, self._answer_detokenize, calls.metrics.refusals)
 
     async def _answer_tokenize(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
         (found, completion), request = await self._received(headers, receive, read_tokenize)

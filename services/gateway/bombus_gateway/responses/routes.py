@@ -72,7 +72,8 @@ class ResponsesAPI:
     async def stored(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return the response to an earlier call of the key's episode."""
         response_id = scope["path"].partition("/v1/responses/")[2]
-        app: ASGIApp = route("GET", self._dialect, partial(self._answer_stored, response_id))
+        answer = partial(self._answer_stored, response_id)
+        app: ASGIApp = route("GET", self._dialect, answer, self._calls.metrics.refusals)
         await app(scope, receive, send)
 
     async def _answer_stored(self, response_id: str, headers: HeaderMap, receive: Receive, response: Responder) -> None:
