@@ -11,9 +11,10 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.describe import line_of
 from bombus.hive.events import AbortReason, Collection, DropReason, EpisodeType, Method, NotedCall
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Done, Found, Granted, Refusal
 from bombus.hive.records import CallRef, CallStatus
-from bombus.hive.state import DATA_SETS_MAX, FORMATS_MAX, Phase
+from bombus.hive.state import DATA_SETS_MAX, FORMATS_MAX, Hive, Phase
 from bombus.hive.status.text import render_status
 from bombus_coordinator import storage
 from bombus_coordinator.core import Core
@@ -386,6 +387,19 @@ def test_an_ended_episode_lists_its_calls_and_a_later_call_is_late(harness: Core
     assert isinstance(noted, ev.CallsNoted)
     assert noted.calls[0].late
     assert [ref.id for ref in harness.engine.pool[episode].calls] == ["first"]
+
+
+def test_a_call_that_is_reported_again_after_its_episode_counts_once_under_any_leader(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    harness.call(episode, name="in time")
+    harness.end(episode)
+    noted = only(harness.call(episode, name="late"), ev.CallsNoted)
+    before = msgspec.msgpack.encode(harness.core.hive)
+    successor = CoreHarness(Core(msgspec.msgpack.decode(before, type=Hive)))
+    for leader in (harness, successor):
+        assert leader.call(episode, name="in time") == leader.call(episode, name="late") == []
+    evolve(successor.core.hive, noted)  # as earlier versions noted it
+    assert successor.core.hive == msgspec.msgpack.decode(before, type=Hive)
 
 
 def test_a_cut_off_call_is_noted_but_never_belongs_to_the_outcome(harness: CoreHarness) -> None:

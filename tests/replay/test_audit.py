@@ -35,6 +35,19 @@ async def test_a_log_of_an_older_version_agrees_with_itself(path: Path) -> None:
     assert report.tokens[Fate.EVALUATION] == 6
 
 
+def test_a_call_that_an_older_version_noted_again_counts_once() -> None:
+    harness = CoreHarness()
+    harness.boot()
+    (episode,) = harness.claim()
+    noted = harness.call(episode, name="call")[-1]
+    assert isinstance(noted, ev.CallsNoted)
+    harness.end(episode)
+    repeated = replace(noted, calls=(replace(noted.calls[0], late=True),))
+    report = audited_events([*harness.log, repeated])
+    assert (report.sampled, report.differences) == (3, [])
+    audited_from_anywhere([*harness.log, repeated])
+
+
 def groups(count: int) -> tuple[QueuedGroup, ...]:
     return tuple(QueuedGroup(environment=None, sequences=2, tokens=10, body=BODY) for _ in range(count))
 

@@ -273,7 +273,7 @@ class Referee:
 
     def _check_noted(self, event: ev.CallsNoted) -> None:
         for call in event.calls:
-            assert call.ref.id not in self.noted or call.late, f"call {call.ref.id} is noted twice"
+            assert call.ref.id not in self.noted, f"call {call.ref.id} is noted twice"
             self.noted.add(call.ref.id)
             self.sampled[call.ref.id] = call.oldest
 

@@ -26,8 +26,9 @@ from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 15  # incremented whenever `evolve` folds an old log into a different state, to invalidate older snapshots
+FOLD = 16  # incremented whenever `evolve` folds an old log into a different state, to invalidate older snapshots
 OUTCOMES_KEPT = 100_000  # number of closed episodes in a run whose outcomes are kept
+CALLS_KEPT = 65_536  # number of a run's newest calls that are recognised when they are reported again
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
 DATA_SETS_MAX = 32  # the most data sets with separate evaluation figures, for one version
@@ -234,6 +235,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
     newest_call: int = 0  # the sequence number of the call noted last, in any run
+    noted: dict[str, None] = {}  # the ids of the newest CALLS_KEPT calls of the run, oldest first
     calls: StoredCalls = msgspec.field(default_factory=StoredCalls)  # calls of all runs
     batch: ev.BatchReady | None = None  # the sealed batch whose step is not completed; its episodes include their calls
     steps: list[SealedStep] = []  # steps that may have to be repeated, oldest first

@@ -123,7 +123,7 @@ class _Books:
         self.published: dict[int, str] = {}  # hash of each version's weights
         self.earlier = 0  # versions below this one were published before the log was compacted
         self.counted = 0  # tokens that the run's calls have sampled
-        self.calls: dict[str, str] = {}  # the episode of each of the newest calls, by id
+        self.calls: dict[str, str | None] = {}  # the episode of each of the newest calls, by id (None: unknown)
         self.adapters: set[str] = set()  # the hashes of the adapters that training clients have saved
         self.models: dict[str, _Model] = {}
 
@@ -236,11 +236,11 @@ class Audit:
         for call in event.calls:
             count, episode = call.completion_tokens, books.open.get(call.episode)
             source = TokenSource(event.engine, event.run, call.holder) if episode is None else episode.source
-            books.counted += count
-            if (before := books.calls.get(call.ref.id)) is not None:
-                if before != call.episode or episode is not None:
+            if call.ref.id in books.calls:
+                if episode is not None or books.calls[call.ref.id] not in (None, call.episode):
                     self._differ(event.engine, call.episode, f"call {call.ref.id} was noted twice")
                 continue  # its message was repeated after the episode had ended: the tokens were not sampled again
+            books.counted += count
             books.calls[call.ref.id] = call.episode
             weights = call.sampler or books.published.get(call.newest, "")
             self._sampled[source] += count
@@ -685,6 +685,7 @@ class Audit:
             if ready is not None and ready.run == engine.run:
                 books.published[ready.version] = ready.weights.sha256
         books.earlier = min(books.published, default=0)
+        books.calls = dict.fromkeys(engine.noted)
         books.adapters = {kept.noted.saved.address for kept in engine.clients.kept.values()}
         books.adapters |= {each.sampler.address for each in engine.open.values() if each.sampler is not None}
         for name, episode in engine.open.items():

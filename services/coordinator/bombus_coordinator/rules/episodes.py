@@ -298,7 +298,7 @@ def lookup(engine: EngineState, live: Live, message: Lookup) -> Decisions:
 def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
     """Return the call as the log will note it, or None if it is from another run or has already been noted."""
     call = message.call
-    if message.run != engine.run:
+    if message.run != engine.run or call.ref.id in engine.noted:
         return None
     episode = engine.open.get(call.episode)
     if not call.episode:

@@ -14,6 +14,7 @@ from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.rollouts import STEPS_KEPT, RolloutFigures
 from bombus.hive.state import (
     ACTIVE_S,
+    CALLS_KEPT,
     DATA_SETS_MAX,
     EVALS_KEPT,
     OUTCOMES_KEPT,
@@ -69,6 +70,9 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
 def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
     counters = engine.counters
     for call in event.calls:
+        if call.ref.id in engine.noted:  # its report was repeated: earlier versions noted it again
+            continue
+        engine.noted[call.ref.id] = None
         counters.calls += 1
         counters.calls_merged += call.merged and not call.masked
         counters.calls_masked += call.masked
@@ -94,6 +98,7 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
             engine.calls.lower(episode.holder, episode.id, call.ref.seq)
         episode.last_call_ns = event.at_ns
         engine.newest_call = call.ref.seq
+    trim(engine.noted, CALLS_KEPT)
 
 
 def _count(counts: dict[NameT, int], name: NameT, more: int) -> None:
