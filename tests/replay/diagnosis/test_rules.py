@@ -332,6 +332,38 @@ def test_tasks_are_not_too_easy_if_the_highest_reward_is_that_of_failures(
 
 
 @pytest.mark.parametrize(
+    ("others", "kind"), [(0.5, FaultKind.TOO_EASY), (0.6, FaultKind.TOO_EASY), (0.9, FaultKind.REWARD_JUMPS)]
+)
+def test_a_jump_of_the_groups_without_a_signal_alone_is_said_to_be_one_of_easy_tasks(
+    others: float, kind: FaultKind
+) -> None:
+    jumped = run_of({"silent": spread(1.0, 0.0, 11), "rewards": spread((11 + 5 * others) / 16)})
+    assert [finding.kind for finding in diagnose(jumped, JOB)] == [kind]
+
+
+def test_a_part_of_the_reward_is_compared_with_its_own_trend_and_with_the_other_parts() -> None:
+    def run(form: float, answer: float) -> list[StepFigures]:
+        steps = run_of({})
+        for number, each in enumerate(steps):
+            late = number >= STEPS - FAULTY
+            each.metrics["reward/form"] = spread(0.6 + 0.008 * number + form * late + 0.01 * (-1) ** number, 0.3)
+            each.metrics["reward/answer"] = each.successes = spread(0.3 + answer * late + 0.02 * (-1) ** number)
+        return steps
+
+    assert FaultKind.ONE_PART_RISES not in kinds_of(run(form=0.0, answer=0.0)), "it goes on as before"
+    assert FaultKind.ONE_PART_RISES not in kinds_of(run(form=0.15, answer=0.15))
+    assert FaultKind.ONE_PART_RISES in kinds_of(run(form=0.15, answer=0.0))
+
+
+def test_a_fall_that_one_evaluation_is_too_small_to_show_is_found_after_two() -> None:
+    steps = run_of({})
+    for each in steps[::5]:
+        each.evaluated = spread(0.36 if each.step > 15 else 0.5, 0.5, 100)
+    assert FaultKind.EVALUATION_FALLS not in {each.kind for each in at_step(steps, 20, JOB)}
+    assert FaultKind.EVALUATION_FALLS in {each.kind for each in at_step(steps, 25, JOB)}
+
+
+@pytest.mark.parametrize(
     ("stuck", "is_found"), [(spread(0.0, 0.0, 8), True), (spread(0.1, 0.1, 8), False), (spread(0.6, 0.0, 8), False)]
 )
 def test_a_client_with_one_low_reward_is_found_without_earlier_steps(stuck: Spread, is_found: bool) -> None:

@@ -99,6 +99,14 @@ class Seen(msgspec.Struct, frozen=True):
         return [*self.before, *self.recent]
 
     @property
+    def splits(self) -> list[tuple[Sequence[StepFigures], Sequence[StepFigures]]]:
+        """Return the steps cut into earlier and recent ones, at one window from the end and at two. Where each step has
+        few episodes, only the longer one may show a change."""
+        rows = self.rows
+        lengths = [WINDOW, 2 * WINDOW] if len(self.recent) == WINDOW else []
+        return [(rows[:-each], rows[-each:]) for each in lengths if len(rows) - each >= BEFORE_MIN]
+
+    @property
     def better(self) -> bool:
         """Return whether the model has visibly improved: by its successes or, if none are reported, by its reward."""
         successes = self.both(success_of)

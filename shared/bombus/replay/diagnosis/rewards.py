@@ -16,7 +16,6 @@ from bombus.replay.diagnosis.findings import (
 )
 from bombus.replay.diagnosis.statistics import (
     CERTAIN,
-    EPISODES_CERTAIN,
     FEW,
     SHARE_CERTAIN,
     VISIBLE,
@@ -27,6 +26,7 @@ from bombus.replay.diagnosis.statistics import (
     mean,
     noise,
     ratio,
+    surprise,
     total,
 )
 from bombus.replay.diagnosis.steps import StepFigures
@@ -38,10 +38,8 @@ DISAGREES = 0.3  # loss of that correlation
 FOLLOWS = 0.4  # correlation of rewards with tokens within groups: 0.2 to 0.3 is usual if long answers are better
 LONGER = 1.25  # growth of the number of tokens since the steps before
 PART = "reward/"  # the prefix of metrics that are parts of the reward
-PART_GAIN = 0.08  # a part of the reward must rise by this fraction of its highest value, not counting ...
-STEEPER = 1.5  # ... this multiple of its earlier trend: healthy runs learn the form first, too
-OTHERS_GAIN = 0.3  # fraction of that rise that other parts may reach
-CLIFF = 0.4  # fraction lost of the height above the lowest reward, or gained of the range of rewards
+PART_GAIN = 0.08  # a part of the reward must rise beyond its trend by this fraction of its highest value
+CLIFF = 1 / 3  # fraction lost of the height above the lowest reward, or gained of the range of rewards
 JUMP = 4.5  # a jump in one step is at least this many step-to-step deviations, and half of the change
 EVALUATION = 0.1  # fraction of the mean evaluation reward that is lost
 NEARLY_ALL = 0.9
@@ -130,17 +128,28 @@ def _parts(seen: Seen) -> list[str]:
     return sorted({name for row in seen.recent for name in row.metrics if name.startswith(PART)})
 
 
+def _noise_of_episodes(name: str, rows: Sequence[StepFigures]) -> float:
+    """Return the standard deviation that a metric's mean in one step has because of the number of its episodes."""
+    spreads = [row.metrics[name] for row in rows if name in row.metrics]
+    return sqrt(mean([spread.variance / max(1, spread.count) for spread in spreads]))
+
+
 def one_part_rises(seen: Seen) -> RunFinding | None:
-    """Find a part of the reward, such as the part for the form, that has risen while none of the other parts has."""
+    """Find a part of the reward, such as the part for the form, that has risen while none of the other parts has.
+
+    Healthy runs learn the form first, so each part is compared with where its own trend led to.
+    """
     gains = {name: seen.both(metric_of(name)) for name in _parts(seen)} | {"": seen.both(success_of)}
     gains = {name: both for name, both in gains.items() if all(both)}
     for name, (before, recent) in gains.items() if seen.comparable else ():
         highest = max(abs(value) for value in before + recent)
-        gain = mean(recent) - mean(before) - STEEPER * max(0.0, drift(before, recent))
+        gain = mean(recent) - mean(before) - max(0.0, drift(before, recent))
         others = [both for other, both in gains.items() if other != name]
         if not name or not others or gain < PART_GAIN * highest or change(before, recent) < CERTAIN:
             continue
-        if all(change(*both) < VISIBLE / 2 and mean(both[1]) - mean(both[0]) < OTHERS_GAIN * gain for both in others):
+        if surprise(before, recent, _noise_of_episodes(name, seen.before)) < SHARE_CERTAIN:
+            continue
+        if all(change(*both) < VISIBLE and surprise(*both) < VISIBLE / 2 for both in others):
             return seen.found(
                 FaultKind.ONE_PART_RISES,
                 f"{name} rose from {mean(before):.2f} to {mean(recent):.2f}, and the other parts of the reward did not",
@@ -169,20 +178,22 @@ def always_yes(seen: Seen) -> RunFinding | None:
 
 def evaluation_falls(seen: Seen) -> RunFinding | None:
     """Find an evaluation reward that falls while the training reward holds or rises."""
-    then = total([row.evaluated for row in seen.before if row.evaluated.count][-3:], Spread)
-    now = total([row.evaluated for row in seen.recent], Spread)
-    held = change(*seen.both(reward_of)) >= -VISIBLE
-    if not seen.comparable or min(then.count, now.count) < EPISODES_MIN or not held:
+    if change(*seen.both(reward_of)) < -VISIBLE:
         return None
-    error = sqrt(then.variance / then.count + now.variance / now.count)
-    if then.mean - now.mean < max(EPISODES_CERTAIN * error, EVALUATION * abs(then.mean)):
-        return None
-    return seen.found(
-        FaultKind.EVALUATION_FALLS,
-        f"the evaluation reward fell from {then.mean:.3g} to {now.mean:.3g}, but the training reward did not",
-        "the policy memorises the tasks, or exploits a weakness of their reward: use more tasks, and read the best "
-        "episodes",
-    )
+    for before, recent in seen.splits:
+        then = total([row.evaluated for row in before if row.evaluated.count][-3:], Spread)
+        now = total([row.evaluated for row in recent], Spread)
+        if min(then.count, now.count) < EPISODES_MIN:
+            continue
+        error = sqrt(then.variance / then.count + now.variance / now.count)
+        if then.mean - now.mean > max(SHARE_CERTAIN * error, EVALUATION * abs(then.mean)):
+            return seen.found(
+                FaultKind.EVALUATION_FALLS,
+                f"the evaluation reward fell from {then.mean:.3g} to {now.mean:.3g}, and the training reward did not",
+                "the policy memorises the tasks, or exploits a weakness of their reward: use more tasks, and read the "
+                "best episodes",
+            )
+    return None
 
 
 def _has_stepped(before: Sequence[float], recent: Sequence[float], least: float) -> bool:
@@ -192,7 +203,28 @@ def _has_stepped(before: Sequence[float], recent: Sequence[float], least: float)
     return at_once and rise > max(least, CERTAIN * noise(before) / 2)
 
 
+def _reward_with_signal(row: StepFigures) -> float | None:
+    """Return the mean reward of a step's groups that have a signal, as if all groups were of one size."""
+    groups = row.groups - row.silent.count
+    return (row.groups * row.rewards.mean - row.silent.total) / groups if groups else None
+
+
+def _only_silent_groups_rose(seen: Seen) -> bool:
+    """Return whether the reward has risen only in groups whose episodes all have the same reward.
+
+    What lifts all answers, such as a judge that obeys, also lifts those of the groups that still have a signal. Tasks
+    that have become easy do not: the other groups stay as they were. The nearer of the two explanations is chosen.
+    """
+    rows = seen.before[-WINDOW:]
+    then, now = (
+        [value for row in each if (value := _reward_with_signal(row)) is not None] for each in (rows, seen.recent)
+    )
+    rise = mean([row.rewards.mean for row in seen.recent]) - mean([row.rewards.mean for row in rows])
+    return bool(then and now) and mean(now) - mean(then) < rise / 2
+
+
 def reward_jumps(seen: Seen) -> RunFinding | None:
+    """Find a reward that rises at once. If it rises only in groups without a signal, their tasks have become easy."""
     before, recent = seen.both(reward_of)
     least, most = reward_bounds(seen.before)
     if not seen.comparable or len(recent) < len(seen.recent) or not before:
@@ -204,6 +236,14 @@ def reward_jumps(seen: Seen) -> RunFinding | None:
     is_jump = recent[0] - before[-1] > needed and min(recent) >= max(before) + JUMP / 4 * deviation
     if not is_jump and not _has_stepped(before, recent, CLIFF * (most - least)):
         return None
+    if _only_silent_groups_rose(seen):
+        silent, groups = sum(row.silent.count for row in seen.recent), sum(row.groups for row in seen.recent)
+        return seen.found(
+            FaultKind.TOO_EASY,
+            f"in {silent} of {groups} groups all episodes have the same reward: the mean reward jumped from "
+            f"{mean(before[-WINDOW:]):.3g} to {mean(recent):.3g}, and that of the other groups hardly changed",
+            "read two such groups: their tasks are easy (use harder ones), or their answers leaked",
+        )
     return seen.found(
         FaultKind.REWARD_JUMPS,
         f"the mean reward jumped from {before[-1]:.3g} to {recent[0]:.3g} in one step and stayed there",

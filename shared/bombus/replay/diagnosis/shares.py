@@ -11,7 +11,7 @@ from bombus.replay.diagnosis.findings import NEAR_BEST, FaultKind, RunFinding, S
 from bombus.replay.diagnosis.statistics import Spread, median, share_at_least, total
 from bombus.replay.diagnosis.steps import RECENT, StepFigures
 
-WORTH = 0.25  # share of answers that could be better: below this, the model has learned nearly all tasks
+WORTH = 0.2  # share of answers that could be better: below this, the model has learned nearly all tasks
 RARE = 0.05  # share of successes below which a high reward is not for them
 SILENT = 0.6  # share of groups: above this, most of the work is wasted. Half is usual in healthy runs
 

@@ -16,23 +16,25 @@ FALLS = 0.5  # fraction of its reward that a failing client loses
 
 def client_fails(seen: Seen) -> RunFinding | None:
     """Find a client whose rewards have fallen while the other clients' rewards have not."""
-    before, recent = (_by_name(rows, lambda row: row.clients) for rows in (seen.before, seen.recent))
-    for client in recent if seen.comparable else ():
-        now, then = recent[client], before.get(client, Spread())
-        others, others_then = (
-            total([spread for name, spread in each.items() if name != client], Spread) for each in (recent, before)
-        )
-        if min(now.count, then.count, others.count, others_then.count) < WINDOW:
-            continue
-        lost = then.mean - now.mean - max(0.0, others_then.mean - others.mean)
-        variance = sum(each.variance / each.count for each in (now, then, others, others_then))
-        if lost > max(EPISODES_CERTAIN * sqrt(variance), FALLS * abs(then.mean)):
-            return seen.found(
-                FaultKind.CLIENT_FAILS,
-                f"the mean reward of client {client} went from {then.mean:.3g} to {now.mean:.3g}; for the others it "
-                f"is {others.mean:.3g}",
-                "look at its episodes (`bombus replay episodes --sort reward`), and at the environment on its machine",
+    for split in seen.splits:
+        before, recent = (_by_name(rows, lambda row: row.clients) for rows in split)
+        for client, now in recent.items():
+            then = before.get(client, Spread())
+            others, others_then = (
+                total([spread for name, spread in each.items() if name != client], Spread) for each in (recent, before)
             )
+            if min(now.count, then.count, others.count, others_then.count) < WINDOW:
+                continue
+            lost = then.mean - now.mean - max(0.0, others_then.mean - others.mean)
+            variance = sum(each.variance / each.count for each in (now, then, others, others_then))
+            if lost > max(EPISODES_CERTAIN * sqrt(variance), FALLS * abs(then.mean)):
+                return seen.found(
+                    FaultKind.CLIENT_FAILS,
+                    f"the mean reward of client {client} went from {then.mean:.3g} to {now.mean:.3g}; for the others "
+                    f"it is {others.mean:.3g}",
+                    "look at its episodes (`bombus replay episodes --sort reward`), and at the environment on its "
+                    "machine",
+                )
     return None
 
 

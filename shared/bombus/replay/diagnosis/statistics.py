@@ -111,13 +111,17 @@ def drift(before: Sequence[float], recent: Sequence[float]) -> float:
     return slope * (len(before) + len(recent)) / 2
 
 
-def surprise(before: Sequence[float], recent: Sequence[float]) -> float:
-    """Return by how many standard errors the mean differs from where the earlier trend would have led."""
+def surprise(before: Sequence[float], recent: Sequence[float], noise_min: float = 0.0) -> float:
+    """Return by how many standard errors the mean differs from where the earlier trend would have led.
+
+    `noise_min` is the noise that a step's value has at least: a few earlier steps may be alike by chance.
+    """
     count = len(before)
     if count < 3 or not recent:
         return 0.0
     scale = count * (count**2 - 1) / 12
-    error = noise(before) * sqrt(1 / count + 1 / len(recent) + ((count + len(recent)) / 2) ** 2 / scale)
+    extrapolated = sqrt(1 / count + 1 / len(recent) + ((count + len(recent)) / 2) ** 2 / scale)
+    error = max(noise(before), noise_min) * extrapolated
     difference = mean(recent) - mean(before) - drift(before, recent)
     return difference / error if error > 0 else 0.0
 
