@@ -40,7 +40,7 @@ def log(count: int) -> Iterator[Event]:
         number += 1
         name = f"{ENGINE}-1-{number}"
         ref = CallRef(number, f"call-{number:012d}", b"d" * 16)
-        outcome = Outcome(episode=name, task=f"t{number % 8}", reward=0.5, digest=b"o" * 16, calls=(ref,))
+        outcome = Outcome(episode=name, task=f"t{(number - 1) % 8}", reward=0.5, digest=b"o" * 16, calls=(ref,))
         noted = NotedCall(name, ref, 200, 40, step, step)
         yield ev.EpisodeClaimed(
             engine=ENGINE, run=1, claim=f"c{number}", client="bench", episodes=(name,), version=step
