@@ -167,6 +167,16 @@ async def test_a_folder_without_a_log_is_refused(tmp_path: Path) -> None:
             pass
 
 
+async def test_a_folder_above_that_of_a_hive_is_refused_with_the_one_to_name(
+    data: tuple[Path, EmbeddedServer], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    above = tmp_path_factory.mktemp("above")
+    (above / "hive").symlink_to(data[0])
+    with pytest.raises(NotOnLog, match=f"use --data {above}/hive$"):
+        async with opened("--data", str(above)):
+            pass
+
+
 async def test_an_archive_is_a_source_like_any_other() -> None:
     async with opened("--log", str(TINY)) as source:
         end = (await source.end()).seq

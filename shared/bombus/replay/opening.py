@@ -18,6 +18,7 @@ from bombus.replay.source import BusSource, NotOnLog, Source
 
 CONNECT_S = 10.0
 NATS_PORT = 4222
+STREAMS = "nats/jetstream/jetstream/*/streams/BOMBUS_*_events"  # in a data folder: the events of its hives
 PROBE_S = 2.0  # time to find out whether a hive is still running on a data folder
 STORE_BYTES_MAX = 1 << 50  # streams reserve their limits; a server that only reads must not fail for lack of disk space
 
@@ -137,13 +138,15 @@ def _served(folder: Path) -> Iterator[EmbeddedServer]:
 
 
 def _hive_in(data: Path, wanted: str | None) -> str:
-    """Return the name of the hive whose log is in a data folder. Raises `NotOnLog` if the folder does not have the
-    wanted hive or, if no hive is named, does not have exactly one."""
-    streams = (data / "nats" / "jetstream" / "jetstream").glob("*/streams/BOMBUS_*_events")
+    """Return the name of the hive whose log is in a data folder. Raises `NotOnLog`."""
+    streams = data.glob(STREAMS)
     names = sorted(stream.name.removeprefix("BOMBUS_").removesuffix("_events") for stream in streams)
     if wanted in names or (wanted is None and len(names) == 1):
         return wanted or names[0]
     if not names:
+        below = sorted(str(folder) for folder in data.glob("*/") if any(folder.glob(STREAMS)))
+        if below:
+            raise NotOnLog(f"{data} has no log, but a folder in it has: use --data {' or '.join(below)}")
         raise NotOnLog(f"{data} has no log: name the folder that was given to `bombus up --data-dir`")
     if wanted is None:
         raise NotOnLog(f"{data} has several hives: choose one of {', '.join(names)} with --hive")
