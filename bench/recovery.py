@@ -18,7 +18,7 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import CallRef
 from bombus.hive.state import FOLD, Hive
 from bombus.machine.process import loop_factory
-from bombus.replay.audit import Audit
+from bombus.replay.audit.audit import Audit
 from bombus_coordinator.recovery import Fold
 
 ENGINE = "main"

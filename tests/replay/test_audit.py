@@ -13,7 +13,7 @@ from bombus.hive.fates import Fate
 from bombus.hive.records import BodyRef, CallRef
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.replay.archive import FileSource
-from bombus.replay.audit import NOT_REPORTED
+from bombus.replay.audit.audit import NOT_REPORTED
 from tests.coordinator.core_in_memory import CoreHarness
 from tests.coordinator.operations_in_memory import MODEL
 from tests.coordinator.test_sampled_episodes import SNAPSHOT, with_snapshot

@@ -15,7 +15,7 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Hive, Phase
-from bombus.replay.audit import Audit
+from bombus.replay.audit.audit import Audit
 from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS

@@ -22,7 +22,8 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import EpisodeResult
 from bombus.hive.records import CallRef, digest, encode_record
 from bombus.hive.state import EngineState, Hive, Phase
-from bombus.replay.audit import Audit, AuditReport
+from bombus.replay.audit.audit import Audit
+from bombus.replay.audit.report import AuditReport
 from bombus_coordinator.shell import Coordinator
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.service import Trainer

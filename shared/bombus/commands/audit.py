@@ -5,7 +5,8 @@ import argparse
 import msgspec
 
 from bombus.hive.fates import Fate
-from bombus.replay.audit import Audit, AuditReport
+from bombus.replay.audit.audit import Audit
+from bombus.replay.audit.report import AuditReport
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
 from bombus.replay.source import Source

@@ -16,7 +16,7 @@ from bombus.hive.generation import Fault, Finished, Generate, PromptScores
 from bombus.hive.records import Span, pack_logprobs, pack_tokens, unpack_tokens
 from bombus.hive.state import Phase
 from bombus.operations import SaveWeights
-from bombus.replay.audit import TO_CLIENT
+from bombus.replay.audit.audit import TO_CLIENT
 from bombus.replay.source import BusSource
 from bombus_gateway.operations_wire.messages import SAMPLE_RESPONSE, WireStop
 from tests.gateway.openai_hive import (

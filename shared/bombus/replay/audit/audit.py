@@ -8,183 +8,27 @@ disagrees with the books.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf, isclose
-from typing import NamedTuple
 
 import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
-from bombus.hive.events import EpisodeType, Event, NotedCall, Outcome
+from bombus.hive.events import EpisodeType, Event, NotedCall
 from bombus.hive.fates import Fate, StepTokens
 from bombus.hive.fold.evolve import evolve
-from bombus.hive.operations.state import Queued
 from bombus.hive.records import CallStatus
 from bombus.hive.state import EngineState, Hive, Phase
+from bombus.replay.audit.books import Account, AuditedEpisode, AuditedGroup, AuditedStep, Books
+from bombus.replay.audit.operations import Operations, folded_waiting
+from bombus.replay.audit.report import AuditReport, Difference, SourceTokens, TrainedStep, VersionTokens
 
 DIFFERENCES_KEPT = 100
 CALLS_KEPT = 1_000_000  # among so many calls of an engine, the newest, a call that is noted twice is found
 NOT_REPORTED = "trained or masked: an older trainer did not report which"
 DELIVERED = "delivered to an outside trainer"
 TO_CLIENT = "sampled for a training client"
-TRAINING_OPERATIONS = ("forward_backward", "optim_step")
-
-
-class Difference(NamedTuple):
-    """A place where the log contradicts itself. `seq` is the event that shows the contradiction."""
-
-    seq: int
-    engine: str
-    episode: str
-    why: str
-
-
-class TokenSource(NamedTuple):
-    """The engine, run and client that tokens come from."""
-
-    engine: str
-    run: int
-    client: str
-
-
-class _Episode:
-    """An episode that is open, in the pool, in a rollout group or in a batch. `known` says that its claim is on this
-    log.
-
-    `version` is the policy version at its claim, and `oldest` the oldest one among the tokens that may be trained on.
-    `task` and `reward` are the ones with which the episode last ended.
-    """
-
-    __slots__ = ("auxiliary", "calls", "kind", "known", "oldest", "reward", "source", "task", "tokens", "version")
-
-    def __init__(
-        self, source: TokenSource, known: bool = True, kind: EpisodeType = EpisodeType.TRAIN, version: int = 0
-    ) -> None:
-        self.source = source
-        self.known = known
-        self.kind = kind
-        self.version = version
-        self.oldest: int | None = None
-        self.task = ""
-        self.reward = 0.0
-        self.calls: set[str] = set()
-        self.tokens = 0  # tokens of complete calls that may be trained on
-        self.auxiliary = 0  # tokens of complete calls that the job masks
-
-    def add(self, call: NotedCall) -> None:
-        """Add a complete call."""
-        self.calls.add(call.ref.id)
-        if call.masked:
-            self.auxiliary += call.completion_tokens
-        else:
-            self.tokens += call.completion_tokens
-            self.oldest = call.oldest if self.oldest is None else min(self.oldest, call.oldest)
-
-    def end(self, outcome: Outcome) -> None:
-        self.task, self.reward = outcome.task, outcome.reward
-
-
-class _Group(NamedTuple):
-    tokens: int
-    episodes: tuple[_Episode, ...]
-
-
-class _Step(NamedTuple):
-    number: int
-    episodes: dict[str, _Episode]
-    groups: dict[int, _Group]
-
-    def all_episodes(self) -> list[_Episode]:
-        return [*self.episodes.values(), *(each for group in self.groups.values() for each in group.episodes)]
-
-
-class _Model:
-    """A model's training operations: the waiting ones, keyed by number, the numbers of the completed ones, and how many
-    gradients are waiting for an optimizer step."""
-
-    __slots__ = ("accumulated", "completed", "waiting")
-
-    def __init__(self) -> None:
-        self.waiting: dict[int, tuple[str, str]] = {}  # the kind and the key of each
-        self.completed: set[int] = set()
-        self.accumulated = 0
-
-
-class _Books:
-    """What is outstanding for one engine."""
-
-    def __init__(self) -> None:
-        self.open: dict[str, _Episode] = {}
-        self.pool: dict[str, _Episode] = {}
-        self.batch: _Step | None = None
-        self.queue: dict[int, _Group] = {}
-        self.handed: dict[int, dict[int, _Group]] = {}
-        self.arrived = 0
-        self.published: dict[int, str] = {}  # hash of each version's weights
-        self.earlier = 0  # versions below this one were published before the log was compacted
-        self.counted = 0  # tokens that the run's calls have sampled
-        self.calls: dict[str, str | None] = {}  # the episode of each of the newest calls, by id (None: unknown)
-        self.adapters: set[str] = set()  # the hashes of the adapters that training clients have saved
-        self.models: dict[str, _Model] = {}
-
-    def handed_groups(self) -> list[_Group]:
-        return [group for batch in self.handed.values() for group in batch.values()]
-
-    def take_groups(self) -> list[_Group]:
-        """Remove all rollout groups that are queued or handed out, and return them."""
-        groups = [*self.queue.values(), *self.handed_groups()]
-        self.queue, self.handed = {}, {}
-        return groups
-
-
-class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed step: how many tokens it trained on, the digest of that data, and the weights it produced."""
-
-    engine: str
-    run: int
-    step: int
-    tokens: int
-    data: str
-    weights: str = ""
-
-
-class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the tokens that a client's episodes sampled in a run."""
-
-    engine: str
-    run: int
-    client: str
-    sampled: int
-    tokens: dict[str, int]
-
-
-class VersionTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of tokens that the policy versions `oldest` to `newest` sampled. Each call is counted as a whole.
-
-    `weights` is the hash of the weights of `newest`, or of the adapter that sampled for a training client. It is "" if
-    the hash is not in the log.
-    """
-
-    engine: str
-    run: int
-    oldest: int
-    newest: int
-    tokens: int
-    weights: str = ""
-
-
-class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings of an audit. `sampled` is the sum of `tokens`, unless there are differences."""
-
-    sampled: int
-    tokens: dict[str, int]  # keyed by fate
-    sources: list[SourceTokens]
-    versions: list[VersionTokens]
-    steps: list[TrainedStep]
-    groups: dict[str, int]
-    operations: dict[str, int]
-    differences: list[Difference]
-    differences_count: int
 
 
 class Audit:
@@ -193,10 +37,8 @@ class Audit:
     def __init__(self, hive: Hive | None = None, seq: int = 0) -> None:
         self.hive = Hive() if hive is None else hive
         self._seq = seq
-        self._books: dict[str, _Books] = {}
-        self._sampled: Counter[TokenSource] = Counter()
-        self._tokens: Counter[tuple[TokenSource, str]] = Counter()
-        self._versions: Counter[tuple[str, int, int, int, str]] = Counter()
+        self._books: dict[str, Books] = {}
+        self._accounts: dict[tuple[str, int, str], Account] = {}
         self._groups: Counter[str] = Counter()
         self._operations: Counter[str] = Counter()
         self._steps: dict[tuple[str, int, int], TrainedStep] = {}
@@ -208,58 +50,62 @@ class Audit:
     def read(self, event: Event, seq: int) -> None:
         """Enter an event into the books, and fold it."""
         self._seq = seq
-        handle = _HANDLERS.get(type(event))
+        kind = type(event)
+        handle = _HANDLERS.get(kind)
         if handle is not None:
-            self._check_run(event)
+            if kind in _OF_THE_RUN:
+                self._check_run(event)
             handle(self, self._of(event.engine), event)
         evolve(self.hive, event)
-        if isinstance(event, ev.EngineStarted):  # the new run may continue the figures of the previous run
+        if kind is ev.EngineStarted:  # the new run may continue the figures of the previous run
             self._of(event.engine).counted = self.hive.engines[event.engine].counters.completion_tokens
 
     def _check_run(self, event: Event) -> None:
-        run = getattr(event, "run", 0)
-        if isinstance(event, _OF_THE_RUN) and run != (current := self.hive.engine(event.engine).run):
+        engine, run = self.hive.engines.get(event.engine), getattr(event, "run", 0)
+        if run != (current := 0 if engine is None else engine.run):
             self._differ(
                 event.engine, "", f"{event.__struct_config__.tag} is of run {run}, but the current run is {current}"
             )
 
     # ---- episodes and their calls -------------------------------------------------------------------------------
 
-    def claimed(self, books: _Books, event: ev.EpisodeClaimed) -> None:
-        source = TokenSource(event.engine, event.run, event.client)
+    def claimed(self, books: Books, event: ev.EpisodeClaimed) -> None:
+        account = self._account_of(event.engine, event.run, event.client)
         for name in event.episodes:
             if name in books.open or name in books.pool:
                 self._differ(event.engine, name, "was claimed twice")
-            books.open[name] = _Episode(source, kind=event.type, version=event.version)
+            books.open[name] = AuditedEpisode(account, kind=event.type, version=event.version)
 
-    def noted(self, books: _Books, event: ev.CallsNoted) -> None:
+    def noted(self, books: Books, event: ev.CallsNoted) -> None:
         for call in event.calls:
-            count, episode = call.completion_tokens, books.open.get(call.episode)
-            source = TokenSource(event.engine, event.run, call.holder) if episode is None else episode.source
-            if call.ref.id in books.calls:
-                if episode is not None or books.calls[call.ref.id] not in (None, call.episode):
-                    self._differ(event.engine, call.episode, f"call {call.ref.id} was noted twice")
+            name, call_id, count = call.episode, call.ref.id, call.completion_tokens
+            episode = books.open.get(name)
+            if call_id in books.calls:
+                if episode is not None or books.calls[call_id] not in (None, name):
+                    self._differ(event.engine, name, f"call {call_id} was noted twice")
                 continue  # its message was repeated after the episode had ended: the tokens were not sampled again
+            books.calls[call_id] = name
             books.counted += count
-            books.calls[call.ref.id] = call.episode
+            account = self._account_of(event.engine, event.run, call.holder) if episode is None else episode.account
+            account.sampled += count
             weights = call.sampler or books.published.get(call.newest, "")
-            self._sampled[source] += count
-            self._versions[event.engine, event.run, call.oldest, call.newest, weights] += count
-            self._check_sampler(books, event.engine, call)
-            if call.episode and call.late == (episode is not None):
+            books.versions[event.run, call.oldest, call.newest, weights] += count
+            if call.sampler or call.newest not in books.published or call.oldest > call.newest:
+                self._check_sampler(books, event.engine, call)
+            if name and call.late == (episode is not None):
                 when, state = ("as late", "open") if call.late else ("in time", "not open")
-                self._differ(event.engine, call.episode, f"call {call.ref.id} was noted {when}, but it is {state}")
-            if not call.episode:
-                self._tokens[source, TO_CLIENT] += count
+                self._differ(event.engine, name, f"call {call_id} was noted {when}, but it is {state}")
+            if not name:
+                account.fates[TO_CLIENT] += count
             elif call.late or episode is None:
-                self._tokens[source, Fate.DROPPED_LATE] += count
+                account.fates[Fate.DROPPED_LATE] += count
             elif call.status != CallStatus.COMPLETE:
-                self._tokens[source, Fate.DROPPED_CUT_OFF] += count
+                account.fates[Fate.DROPPED_CUT_OFF] += count
             else:
                 episode.add(call)
         trim(books.calls, CALLS_KEPT)
 
-    def _check_sampler(self, books: _Books, engine: str, call: NotedCall) -> None:
+    def _check_sampler(self, books: Books, engine: str, call: NotedCall) -> None:
         """Check that the versions, or the adapter, that sampled a call were there."""
         is_there = call.newest < books.earlier or call.newest in books.published
         if books.published and call.completion_tokens and not is_there:
@@ -270,7 +116,7 @@ class Audit:
             why = f"call {call.ref.id} was sampled by versions {call.oldest} to {call.newest}"
             self._differ(engine, call.episode, why)
 
-    def ended(self, books: _Books, event: ev.EpisodeEnded) -> None:
+    def ended(self, books: Books, event: ev.EpisodeEnded) -> None:
         for outcome in event.outcomes:
             episode = books.open.pop(outcome.episode, None)
             if episode is None:
@@ -284,8 +130,8 @@ class Audit:
                 why = f"was claimed as an episode to {episode.kind}, but ended as one to {event.type}"
                 self._differ(event.engine, outcome.episode, why)
             complete = episode.tokens + episode.auxiliary
-            if episode.source.client != event.client:
-                why = f"was ended by client {event.client}, but claimed by {episode.source.client}"
+            if episode.account.client != event.client:
+                why = f"was ended by client {event.client}, but claimed by {episode.account.client}"
                 self._differ(event.engine, outcome.episode, why)
             if outcome.completion_tokens != complete and not outcome.calls:  # older versions listed the calls instead
                 why = f"ended with {outcome.completion_tokens} tokens, but {complete} were noted"
@@ -295,13 +141,13 @@ class Audit:
                 why = f"ended with tokens of version {outcome.oldest}, but version {oldest} was noted as the oldest"
                 self._differ(event.engine, outcome.episode, why)
             if event.type == EpisodeType.EVAL:
-                self._all_to(Fate.EVALUATION, episode)
+                episode.settle(Fate.EVALUATION)
             else:
-                self._tokens[episode.source, Fate.MASKED_AUXILIARY] += episode.auxiliary
+                episode.account.fates[Fate.MASKED_AUXILIARY] += episode.auxiliary
                 episode.auxiliary = 0
                 books.pool[outcome.episode] = episode
 
-    def aborted(self, books: _Books, event: ev.EpisodeAborted) -> None:
+    def aborted(self, books: Books, event: ev.EpisodeAborted) -> None:
         kind = event.failed_by
         fate = "dropped: episode aborted by its client" if kind is None else f"dropped: episode failed ({kind})"
         for name in event.episodes:
@@ -309,26 +155,26 @@ class Audit:
             if episode is None:
                 self._differ(event.engine, name, "was aborted, but was not open")
             else:
-                self._all_to(fate, episode)
+                episode.settle(fate)
 
-    def dropped(self, books: _Books, event: ev.GroupDropped) -> None:
+    def dropped(self, books: Books, event: ev.GroupDropped) -> None:
         self._leave_pool(books, event, event.episodes, f"dropped: {event.reason.replace('_', ' ')}")
 
-    def taken(self, books: _Books, event: ev.EpisodesTaken) -> None:
+    def taken(self, books: Books, event: ev.EpisodesTaken) -> None:
         self._leave_pool(books, event, event.episodes, Fate.TAKEN)
 
-    def cleared(self, books: _Books, event: ev.PoolCleared) -> None:
+    def cleared(self, books: Books, event: ev.PoolCleared) -> None:
         if event.episodes != len(books.pool):
             why = f"the pool was cleared of {event.episodes} episodes, but had {len(books.pool)}"
             self._differ(event.engine, "", why)
         self._leave_pool(books, event, list(books.pool), f"dropped: {event.reason.replace('_', ' ')}")
 
-    def _leave_pool(self, books: _Books, event: Event, names: Iterable[str], fate: str) -> None:
+    def _leave_pool(self, books: Books, event: Event, names: Iterable[str], fate: str) -> None:
         for episode in self._from_pool(books, event, names).values():
-            self._all_to(fate, episode)
+            episode.settle(fate)
 
-    def _from_pool(self, books: _Books, event: Event, names: Iterable[str]) -> dict[str, _Episode]:
-        found: dict[str, _Episode] = {}
+    def _from_pool(self, books: Books, event: Event, names: Iterable[str]) -> dict[str, AuditedEpisode]:
+        found: dict[str, AuditedEpisode] = {}
         for name in names:
             episode = books.pool.pop(name, None)
             if episode is None:
@@ -339,7 +185,7 @@ class Audit:
 
     # ---- batches and steps --------------------------------------------------------------------------------------
 
-    def sealed(self, books: _Books, event: ev.BatchReady) -> None:
+    def sealed(self, books: Books, event: ev.BatchReady) -> None:
         if books.batch is not None:
             self._differ(
                 event.engine, "", f"the batch of step {event.step} was sealed before step {books.batch.number} ended"
@@ -355,11 +201,11 @@ class Audit:
                 self._differ(
                     event.engine, "", f"rollout group {number} is in the batch of step {event.step}, but was not queued"
                 )
-        books.batch = _Step(event.step, self._from_pool(books, event, names), groups)
+        books.batch = AuditedStep(event.step, self._from_pool(books, event, names), groups)
         self._check_batch(books.batch, event)
 
-    def _check_batch(self, batch: _Step, event: ev.BatchReady) -> None:
-        """Compare the episodes of a batch with how they ended, and with what the trainer will get from the state."""
+    def _check_batch(self, batch: AuditedStep, event: ev.BatchReady) -> None:
+        """Compare the episodes of a batch with their ends, and with what the state will give to the trainer."""
         engine = self.hive.engine(event.engine)
         bound = engine.collection.max_staleness
         for group in event.groups:
@@ -377,11 +223,11 @@ class Audit:
                     why = f"is {age} versions old in the batch of step {event.step}, over collection.max_staleness"
                     self._differ(event.engine, each.episode, f"{why} ({bound})")
 
-    def completed(self, books: _Books, event: ev.StepCompleted) -> None:
+    def completed(self, books: Books, event: ev.StepCompleted) -> None:
         batch, books.batch = books.batch, None
         if batch is None or batch.number != event.step:
             self._differ(event.engine, "", f"step {event.step} was completed without its batch")
-            batch = batch or _Step(event.step, {}, {})
+            batch = batch or AuditedStep(event.step, {}, {})
         given = event.tokens or StepTokens()
         for name, episode in batch.episodes.items():
             self._account(event, name, episode, event.tokens)
@@ -413,11 +259,11 @@ class Audit:
         if trained and not given.data:
             self._differ(event.engine, "", f"step {event.step} does not say which data it was trained on")
 
-    def _account(self, event: ev.StepCompleted, name: str, episode: _Episode, given: StepTokens | None) -> None:
+    def _account(self, event: ev.StepCompleted, name: str, episode: AuditedEpisode, given: StepTokens | None) -> None:
         if given is None:
-            self._all_to(NOT_REPORTED, episode)
+            episode.settle(NOT_REPORTED)
         elif name in given.left_out:
-            self._all_to(given.left_out[name], episode)
+            episode.settle(given.left_out[name])
         elif name not in given.episodes:
             self._differ(event.engine, name, f"step {event.step} does not account for it")
         else:
@@ -434,24 +280,24 @@ class Audit:
                 self._differ(event.engine, name, f"{why}, with a weight of {weight} in the loss")
             if not episode.known:
                 episode.tokens = sum(row.values())
-                self._sampled[episode.source] += episode.tokens
+                episode.account.sampled += episode.tokens
             total, parts = sum(row.values()), [f"{count} {fate}" for fate, count in row.items() if count]
             if total != episode.tokens:
                 why = f"sampled {episode.tokens} tokens, but step {event.step} accounts for {total}"
                 self._differ(event.engine, name, f"{why}: {', '.join(parts)}" if parts else why)
             for fate, count in row.items():
-                self._tokens[episode.source, fate] += count
+                episode.account.fates[fate] += count
 
     # ---- runs and versions --------------------------------------------------------------------------------------
 
-    def started(self, books: _Books, event: ev.EngineStarted) -> None:
+    def started(self, books: Books, event: ev.EngineStarted) -> None:
         """Begin a run: what the last run has left will no longer be trained on."""
         self._abandon(books, Fate.DROPPED_RUN_OVER)
         for episode in (*books.open.values(), *books.pool.values()):
-            self._all_to(Fate.DROPPED_RUN_OVER, episode)
+            episode.settle(Fate.DROPPED_RUN_OVER)
         books.open, books.pool, books.published, books.earlier = {}, {}, {}, 0
 
-    def published(self, books: _Books, event: ev.WeightsReady) -> None:
+    def published(self, books: Books, event: ev.WeightsReady) -> None:
         engine = self.hive.engine(event.engine)
         if event.version > max(engine.begun, 0 if engine.step_done is None else engine.step_done.step):
             self._differ(event.engine, "", f"version {event.version} is ready, but its step was not completed")
@@ -462,48 +308,46 @@ class Audit:
         if key in self._steps:
             self._steps[key] = msgspec.structs.replace(self._steps[key], weights=event.weights.sha256)
 
-    def loaded(self, books: _Books, event: ev.WeightsLoaded) -> None:
+    def loaded(self, books: Books, event: ev.WeightsLoaded) -> None:
         if books.published and event.version >= books.earlier and event.version not in books.published:
             why = f"replica {event.replica} has loaded version {event.version}, which is not in the log"
             self._differ(event.engine, "", why)
 
-    def over(self, books: _Books, event: ev.EngineStopped | ev.EngineFailed) -> None:
-        for model in books.models.values():
-            self._close(model)
-        books.models = {}
+    def over(self, books: Books, event: ev.EngineStopped | ev.EngineFailed) -> None:
+        books.operations.close_all()
         if self.hive.engines[event.engine].queues_groups:  # otherwise groups wait for a run that has a queue
             self._end_groups(books.take_groups(), Fate.DROPPED_RUN_OVER, Fate.DROPPED_RUN_OVER)
 
-    def _abandon(self, books: _Books, fate: str) -> None:
+    def _abandon(self, books: Books, fate: str) -> None:
         batch, books.batch = books.batch, None
         if batch is not None:
             self._groups[fate] += len(batch.groups)
             for episode in batch.all_episodes():
-                self._all_to(fate, episode)
+                episode.settle(fate)
 
     # ---- rollout groups -----------------------------------------------------------------------------------------
 
-    def pushed(self, books: _Books, event: ev.GroupsPushed) -> None:
+    def pushed(self, books: Books, event: ev.GroupsPushed) -> None:
         episodes = tuple(self._from_pool(books, event, event.episodes).values())
         for group in event.groups:
             books.arrived += 1
-            books.queue[books.arrived] = _Group(group.tokens, episodes)
+            books.queue[books.arrived] = AuditedGroup(group.tokens, episodes)
             episodes = ()
         self._groups["pushed"] += len(event.groups)
 
-    def handed_out(self, books: _Books, event: ev.BatchHandedOut) -> None:
+    def handed_out(self, books: Books, event: ev.BatchHandedOut) -> None:
         combined = self.hive.engines[event.engine].trajectories.queue.combined
         numbers = {*event.groups, *(member for number in event.groups for member in combined.get(number, ()))}
         for number in sorted(numbers - books.queue.keys()):
             self._differ(event.engine, "", f"rollout group {number} was handed out, but was not queued")
         books.handed[event.number] = {number: books.queue.pop(number) for number in numbers if number in books.queue}
 
-    def delivered(self, books: _Books, event: ev.BatchDelivered) -> None:
+    def delivered(self, books: Books, event: ev.BatchDelivered) -> None:
         if event.number not in books.handed:
             self._differ(event.engine, "", f"batch {event.number} was delivered, but was not handed out")
         self._end_groups(books.handed.pop(event.number, {}).values(), DELIVERED, DELIVERED)
 
-    def given_up(self, books: _Books, event: ev.GroupsGivenUp) -> None:
+    def given_up(self, books: Books, event: ev.GroupsGivenUp) -> None:
         places = [books.queue, *books.handed.values(), *([] if books.batch is None else [books.batch.groups])]
         for number in event.groups:
             found = next((place.pop(number) for place in places if number in place), None)
@@ -516,59 +360,29 @@ class Audit:
         for number, group in books.handed.pop(event.number, {}).items():
             books.queue[number] = group
 
-    def reset(self, books: _Books, event: ev.GroupsReset) -> None:
+    def reset(self, books: Books, event: ev.GroupsReset) -> None:
         self._end_groups(books.take_groups(), "dropped: reset", "dropped: rollout group reset")
 
-    def _end_groups(self, groups: Iterable[_Group], what: str, fate: str) -> None:
+    def _end_groups(self, groups: Iterable[AuditedGroup], what: str, fate: str) -> None:
         """Count groups as `what`, and the tokens of their episodes as `fate`."""
         for group in groups:
             self._groups[what] += 1
             for episode in group.episodes:
-                self._all_to(fate, episode)
+                episode.settle(fate)
 
-    # ---- training operations ------------------------------------------------------------------------------------
+    # ---- training clients ---------------------------------------------------------------------------------------
 
-    def saved(self, books: _Books, event: ev.WeightsKept) -> None:
+    def saved(self, books: Books, event: ev.WeightsKept) -> None:
         books.adapters.add(event.saved.address)
 
-    def accepted(self, books: _Books, event: ev.OperationAccepted) -> None:
-        if not _is_training(event):
-            return
-        model = books.models.setdefault(event.model, _Model())
-        if event.number in model.waiting or event.number in model.completed:
-            self._differ(event.engine, "", f"operation {event.number} of model {event.model} was accepted twice")
-        self._operations[f"{event.op} accepted"] += 1
-        model.waiting[event.number] = event.op, event.key
+    def accepted(self, books: Books, event: ev.OperationAccepted) -> None:
+        books.operations.accepted(event)
 
-    def executed(self, books: _Books, event: ev.OperationCompleted) -> None:
-        model, name = books.models.get(event.model), f"operation {event.number} of model {event.model}"
-        if model is None:
-            return
-        if event.number in model.completed:
-            self._differ(event.engine, "", f"{name} was completed twice")
-        if (accepted := model.waiting.pop(event.number, None)) is None:
-            return  # not a training operation, or one from before this log
-        if accepted != (event.op, event.key):
-            why = f"was accepted as {' '.join(accepted)}, but completed as {event.op} {event.key}"
-            self._differ(event.engine, "", f"{name} {why}")
-        model.completed.add(event.number)
-        if event.failed:
-            self._operations[f"{event.op} failed"] += 1
-        elif event.op == "forward_backward":
-            model.accumulated += 1
-        else:
-            self._operations["optim_step executed"] += 1
-            self._operations["forward_backward used in a step"] += model.accumulated
-            model.accumulated = 0
+    def executed(self, books: Books, event: ev.OperationCompleted) -> None:
+        books.operations.executed(event)
 
-    def closed(self, books: _Books, event: ev.ModelClosed) -> None:
-        self._close(books.models.pop(event.model, None))
-
-    def _close(self, model: _Model | None) -> None:
-        if model is not None:
-            self._operations["forward_backward dropped: no step followed"] += model.accumulated
-            for op, _ in model.waiting.values():
-                self._operations[f"{op} dropped: model ended"] += 1
+    def closed(self, books: Books, event: ev.ModelClosed) -> None:
+        books.operations.close(event.model)
 
     # ---- the report ---------------------------------------------------------------------------------------------
 
@@ -577,29 +391,28 @@ class Audit:
         for name, books in self._books.items():
             self._compare(name, books)
             self._close_books(name, books)
-        by_source: dict[TokenSource, Counter[str]] = {source: Counter() for source in self._sampled}
-        for (source, fate), count in self._tokens.items():
-            by_source.setdefault(source, Counter())[str(fate)] += count
-        for source, fates in by_source.items():
-            if fates.total() != self._sampled[source]:
-                why = f"client {source.client or '-'} sampled {self._sampled[source]} tokens in run {source.run}, but "
-                self._differ(source.engine, "", f"{why}{fates.total()} are accounted for")
+        for account in self._accounts.values():
+            if (accounted := account.fates.total()) != account.sampled:
+                why = f"client {account.client or '-'} sampled {account.sampled} tokens in run {account.run}, but "
+                self._differ(account.engine, "", f"{why}{accounted} are accounted for")
+        tokens = sum((account.fates for account in self._accounts.values()), Counter[str]())
         return AuditReport(
-            sampled=self._sampled.total(),
-            tokens=dict(+sum(by_source.values(), Counter())),
+            sampled=sum(account.sampled for account in self._accounts.values()),
+            tokens=_by_name(tokens),
             sources=[
                 SourceTokens(
-                    engine=engine,
-                    run=run,
-                    client=client,
-                    sampled=self._sampled[TokenSource(engine, run, client)],
-                    tokens=dict(+fates),
+                    engine=account.engine,
+                    run=account.run,
+                    client=account.client,
+                    sampled=account.sampled,
+                    tokens=_by_name(account.fates),
                 )
-                for (engine, run, client), fates in by_source.items()
+                for account in self._accounts.values()
             ],
             versions=[
                 VersionTokens(engine=engine, run=run, oldest=oldest, newest=newest, tokens=count, weights=weights)
-                for (engine, run, oldest, newest, weights), count in self._versions.items()
+                for engine, books in self._books.items()
+                for (run, oldest, newest, weights), count in books.versions.items()
             ],
             steps=list(self._steps.values()),
             groups=dict(+self._groups),
@@ -608,7 +421,7 @@ class Audit:
             differences_count=self._count,
         )
 
-    def _close_books(self, name: str, books: _Books) -> None:
+    def _close_books(self, name: str, books: Books) -> None:
         """Count what is still outstanding. If the run is over, nothing more will be trained on."""
         over = self.hive.engines[name].phase == Phase.OFFLINE
         in_queue = [episode for group in books.queue.values() for episode in group.episodes]
@@ -620,16 +433,13 @@ class Audit:
             (in_batch, Fate.DROPPED_RUN_OVER if over else Fate.OPEN),
         ):
             for episode in episodes:
-                self._all_to(fate, episode)
+                episode.settle(fate)
         self._groups["queued"] += len(books.queue)
         self._groups["in a batch"] += len(books.handed_groups())
         self._groups["in a batch"] += 0 if books.batch is None else len(books.batch.groups)
-        for model in books.models.values():
-            self._operations["forward_backward waiting for a step"] += model.accumulated
-            for op, _ in model.waiting.values():
-                self._operations[f"{op} waiting"] += 1
+        books.operations.count_waiting()
 
-    def _compare(self, name: str, books: _Books) -> None:
+    def _compare(self, name: str, books: Books) -> None:
         """Note where the fold's state differs from the books."""
         engine = self.hive.engines[name]
         self._same(name, "open", books.open, engine.open)
@@ -646,10 +456,7 @@ class Audit:
         ):
             self._differ(name, "", f"has other weights of version {newest} in the state than were published")
         self._same(name, "queued", map(str, books.queue), map(str, engine.trajectories.queue.groups))
-        waiting = [f"{name}:{number}" for name, model in books.models.items() for number in model.waiting]
-        queued = [(model.name, each) for model in engine.clients.open_models for each in model.operations.values()]
-        folded_waiting = [f"{name}:{each.number}" for name, each in queued if each.waits and _is_training(each)]
-        self._same(name, "waiting", waiting, folded_waiting)
+        self._same(name, "waiting", books.operations.waiting(), folded_waiting(engine))
         for episode in books.open.keys() & engine.open.keys():
             ours = books.open[episode]
             folded = sum(call.completion_tokens for call in engine.open[episode].complete_calls())
@@ -665,22 +472,23 @@ class Audit:
 
     # ---- entries ------------------------------------------------------------------------------------------------
 
-    def _of(self, engine: str) -> _Books:
+    def _of(self, engine: str) -> Books:
         books = self._books.get(engine)
         if books is None:
-            books = self._books[engine] = _Books()
+            operations = Operations(self._operations, partial(self._differ, engine, ""))
+            books = self._books[engine] = Books(operations)
         return books
+
+    def _account_of(self, engine: str, run: int, client: str) -> Account:
+        key = engine, run, client
+        return self._accounts.get(key) or self._accounts.setdefault(key, Account(engine, run, client))
 
     def _take_over(self, engine: EngineState) -> None:
         """Begin with what was outstanding when a log was compacted. How many tokens were settled before that is
         unknown."""
         books = self._of(engine.name)
         books.arrived, books.counted = engine.trajectories.queue.arrived, engine.counters.completion_tokens
-        for model in engine.clients.open_models:
-            waiting = [each for each in model.operations.values() if each.waits and _is_training(each)]
-            books.models.setdefault(model.name, _Model()).waiting = {
-                each.number: (each.op, each.key) for each in waiting
-            }
+        books.operations.take_over(engine)
         for ready in (engine.weights_before, engine.weights):
             if ready is not None and ready.run == engine.run:
                 books.published[ready.version] = ready.weights.sha256
@@ -689,34 +497,39 @@ class Audit:
         books.adapters = {kept.noted.saved.address for kept in engine.clients.kept.values()}
         books.adapters |= {each.sampler.address for each in engine.open.values() if each.sampler is not None}
         for name, episode in engine.open.items():
-            source = TokenSource(engine.name, engine.run, episode.client)
-            entry = books.open[name] = _Episode(source, kind=episode.type, version=episode.version)
+            account = self._account_of(engine.name, engine.run, episode.client)
+            entry = books.open[name] = AuditedEpisode(account, kind=episode.type, version=episode.version)
             for call in episode.complete_calls():
                 books.calls[call.ref.id] = name
                 entry.add(call)
-            self._sampled[source] += entry.tokens + entry.auxiliary
+            account.sampled += entry.tokens + entry.auxiliary
         for name, completed in engine.pool.items():
-            entry = books.pool[name] = _Episode(TokenSource(engine.name, engine.run, completed.client), known=False)
+            account = self._account_of(engine.name, engine.run, completed.client)
+            entry = books.pool[name] = AuditedEpisode(account, known=False)
             entry.task, entry.reward, entry.oldest = completed.task, completed.reward, completed.oldest
         if engine.batch is not None:
             names = [episode.episode for group in engine.batch.groups for episode in group.episodes]
-            source = TokenSource(engine.name, engine.run, "")
+            account = self._account_of(engine.name, engine.run, "")
             taken = zip(engine.batch.taken, engine.batch.rollout_groups, strict=False)
-            groups = {number: _Group(group.tokens, ()) for number, group in taken}
-            books.batch = _Step(engine.batch.step, {name: _Episode(source, known=False) for name in names}, groups)
+            groups = {number: AuditedGroup(group.tokens, ()) for number, group in taken}
+            books.batch = AuditedStep(
+                engine.batch.step, {name: AuditedEpisode(account, known=False) for name in names}, groups
+            )
         if (handed := engine.trajectories.batch) is not None and not handed.delivered:
             taken = zip(handed.numbers, handed.groups, strict=False)
-            books.handed[handed.number] = {number: _Group(group.tokens, ()) for number, group in taken}
+            books.handed[handed.number] = {number: AuditedGroup(group.tokens, ()) for number, group in taken}
         for number, group in engine.trajectories.queue.groups.items():
-            books.queue[number] = _Group(group.tokens, ())
-
-    def _all_to(self, fate: str, episode: _Episode) -> None:
-        self._tokens[episode.source, fate] += episode.tokens + episode.auxiliary
+            books.queue[number] = AuditedGroup(group.tokens, ())
 
     def _differ(self, engine: str, episode: str, why: str) -> None:
         self._count += 1
         if len(self._differences) < DIFFERENCES_KEPT:
             self._differences.append(Difference(self._seq, engine, episode, why))
+
+
+def _by_name(fates: Counter[str]) -> dict[str, int]:
+    """Return the counts that are not 0, by the plain names of the fates."""
+    return {str(fate): count for fate, count in fates.items() if count}
 
 
 def _is_even(given: StepTokens) -> bool:
@@ -730,11 +543,7 @@ def _is_even(given: StepTokens) -> bool:
     return not shares or any(isclose(min(each), max(each), rel_tol=1e-4) for each in zip(*shares, strict=True))
 
 
-def _is_training(operation: Queued | ev.OperationAccepted) -> bool:
-    return operation.op in TRAINING_OPERATIONS and not operation.passive
-
-
-_OF_THE_RUN = (
+_OF_THE_RUN = {
     ev.EpisodeClaimed,
     ev.CallsNoted,
     ev.EpisodeEnded,
@@ -745,7 +554,7 @@ _OF_THE_RUN = (
     ev.StepCompleted,
     ev.WeightsReady,
     ev.WeightsLoaded,
-)
+}
 _HANDLERS: dict[type, Callable[..., None]] = {
     ev.EpisodeClaimed: Audit.claimed,
     ev.CallsNoted: Audit.noted,
