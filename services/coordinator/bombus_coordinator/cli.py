@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--name",
         default="",
         metavar="NAME",
-        help="this coordinator's name; if it restarts under the same name, it leads again at once (default: a new name)",
+        help="this coordinator's name; restarted under the same name, it leads again at once (default: a new name)",
     )
     parser.add_argument(
         "--watch-disk",

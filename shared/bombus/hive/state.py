@@ -28,7 +28,7 @@ from bombus.hive.trajectories.state import Trajectories
 
 FOLD = 16  # incremented whenever `evolve` folds an old log into a different state, to invalidate older snapshots
 OUTCOMES_KEPT = 100_000  # number of closed episodes in a run whose outcomes are kept
-CALLS_KEPT = 65_536  # number of a run's newest calls that are recognised when they are reported again
+CALLS_KEPT = 16_384  # number of a run's newest calls that are recognised when they are reported again
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
 DATA_SETS_MAX = 32  # the most data sets with separate evaluation figures, for one version

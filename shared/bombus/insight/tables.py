@@ -23,7 +23,7 @@ from bombus.hive.rewards import have_signal
 from bombus.hive.state import Hive
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import Runs
-from bombus.replay.audit import CALLS_KEPT
+from bombus.replay.audit.audit import CALLS_KEPT
 from bombus.replay.logged_run import is_trained_elsewhere, read_run
 from bombus.replay.source import RECORDS_AT_ONCE, Source
 from bombus.terminal import complain
