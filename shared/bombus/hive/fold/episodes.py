@@ -68,11 +68,12 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
 
 @HANDLERS.on(ev.CallsNoted)
 def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
-    counters = engine.counters
+    counters, noted = engine.counters, engine.noted
     for call in event.calls:
-        if call.ref.id in engine.noted:  # its report was repeated: earlier versions noted it again
+        call_id = call.ref.id
+        if call_id in noted:  # its report was repeated: earlier versions noted it again
             continue
-        engine.noted[call.ref.id] = None
+        noted[call_id] = None
         counters.calls += 1
         counters.calls_merged += call.merged and not call.masked
         counters.calls_masked += call.masked
@@ -98,7 +99,8 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
             engine.calls.lower(episode.holder, episode.id, call.ref.seq)
         episode.last_call_ns = event.at_ns
         engine.newest_call = call.ref.seq
-    trim(engine.noted, CALLS_KEPT)
+    if len(noted) > CALLS_KEPT:
+        trim(noted, CALLS_KEPT)
 
 
 def _count(counts: dict[NameT, int], name: NameT, more: int) -> None:
