@@ -17,6 +17,9 @@ TINKER_PIP := $(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 ATROPOS_VENV := .venv-atropos
 ATROPOS_STAMP := $(ATROPOS_VENV)/.installed
 ATROPOS_PIP := $(ATROPOS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+TRACKERS_VENV := .venv-trackers
+TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
+TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 ENVIRONMENTS_VENV := .venv-environments
 ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
 ENVIRONMENTS_PIP := $(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -42,7 +45,7 @@ OUT ?=
 # Where it is set, as in many images, each process of a hive would compile torch and all else that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench sim chaos cuts fuzz histories clean
+.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-trackers test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench sim chaos cuts fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)
 
@@ -124,6 +127,16 @@ $(TINKER_STAMP): pyproject.toml tests/tinker/requirements.txt locks/$(TORCH).txt
 test-tinker: $(DEV_STAMP) $(TINKER_STAMP)  ## Tinker's SDK, tinker-cookbook and xorl-client, unmodified, against a hive
 	BOMBUS_PYTHON=$(abspath $(BIN)/python) $(TINKER_VENV)/bin/python -m pytest tests/tinker
 
+# Some 1 GB in .venv-trackers: the trackers' own packages, of the versions in tests/trackers/requirements.txt.
+$(TRACKERS_STAMP): pyproject.toml tests/trackers/requirements.txt
+	$(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_PIP) -r tests/trackers/requirements.txt
+	$(TRACKERS_PIP) --no-deps --no-build-isolation -e .
+	touch $(TRACKERS_STAMP)
+
+test-trackers: $(DEV_STAMP) $(TRACKERS_STAMP)  ## trackio, wandb, tensorboard, mlflow and swanlab, unmodified, over kills
+	BOMBUS_PYTHON=$(abspath $(BIN)/python) $(TRACKERS_VENV)/bin/python -m pytest $(LONGER) tests/trackers
+
 # Some 2 GB in .venv-atropos: atroposlib, of the versions in tests/atropos/requirements.txt, and torch.
 $(ATROPOS_STAMP): tests/atropos/requirements.txt locks/$(TORCH).txt
 	$(PYTHON) -m venv $(ATROPOS_VENV)
@@ -203,4 +216,4 @@ histories: $(DEV_STAMP)  ## play random histories of harnesses, and judge what w
 	$(BIN)/python -m tests.histories --histories $(HISTORIES) --seed $(SEED)
 
 clean:  ## remove the environments and what runs left in this folder
-	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) $(ATROPOS_VENV) $(ENVIRONMENTS_VENV) $(TASKS_VENV) .harnesses .bombus runs
+	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) $(TRACKERS_VENV) $(ATROPOS_VENV) $(ENVIRONMENTS_VENV) $(TASKS_VENV) .harnesses .bombus runs

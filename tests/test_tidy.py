@@ -180,6 +180,7 @@ def test_the_client_alone_needs_httpx_msgspec_and_pydantic() -> None:
         ("opentelemetry-sdk", "telemetry"),
         ("prometheus-client", "telemetry"),
         ("textual", "overwatch"),
+        ("wandb", "trackers"),
     ],
 )
 def test_each_package_of_the_project_is_declared_in_the_extra_where_it_belongs(package: str, extra: str) -> None:
@@ -297,6 +298,7 @@ TABLES_THAT_NAME_SERVICES = {
 IMPORTERS = {"import_module", "__import__", "find_spec", "load_module", "run_module", "resolve_name"}
 CALLERS_OF_IMPORTERS = {
     "environments/loading.py": "environments by the names that users give",
+    "insight/trackers/filling.py": "whether an optional package is installed",
     "slime/functions.py": "the functions that slime's options name, and whether slime is installed",
     "slime/generation.py": "whether an optional package is installed",
     "slime/saved.py": "whether an optional package is installed",

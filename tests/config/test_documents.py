@@ -109,7 +109,7 @@ def test_keys_without_effect_are_listed_and_not_refused() -> None:
     ignored = parse_job(AGENTJET).ignored
     assert "ajet.task_reader" in ignored
     assert "ajet.rollout.name" in ignored
-    assert "ajet.trainer_common.logger" in ignored
+    assert "ajet.trainer_common.logger" not in ignored
     assert "ajet.trainer_common.optim.optimizer" not in ignored
     assert not any(path.startswith(("ajet.model", "hydra", "defaults")) for path in ignored)
 
@@ -281,14 +281,14 @@ def test_keys_that_a_job_adds_by_itself_are_not_listed_and_those_of_its_author_a
     assert Job(model="tiny").run.ignored == ()
     for gpus in (2, 8):
         found = Job(model="tiny", n_gpu=gpus, logging="tensorboard", swarm_mode=True).run.ignored
-        assert set(found) == {"ajet.trainer_common.n_gpus_per_node", "ajet.trainer_common.logger"}
+        assert set(found) == {"ajet.trainer_common.n_gpus_per_node"}
 
 
 def test_keys_without_effect_outside_agentjets_block_are_told_by_a_job_made_of_their_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tree = {
-        "ajet": {"model": {"path": "tiny"}, "trainer_common": {"logger": "tensorboard"}},
+        "ajet": {"model": {"path": "tiny"}, "trainer_common": {"nnodes": 2}},
         "actor_rollout_ref": {"actor": {"ppo_micro_batch_size_per_gpu": 4}},
         "custom_reward_function": {"path": "r.py"},
     }
@@ -297,7 +297,7 @@ def test_keys_without_effect_outside_agentjets_block_are_told_by_a_job_made_of_t
     job = Job(base_yaml_config=path)
     assert sorted(job.run.ignored) == sorted(parse_job(tree).ignored)
     sent = parse_job(job.config.to_dict()).ignored
-    assert sent == ("ajet.trainer_common.logger",)  # the server lists this one in its reply
+    assert sent == ("ajet.trainer_common.nnodes",)  # the server lists this one in its reply
     told = {record.getMessage() for record in caplog.records}
     assert told == {no_effect(key) for key in job.run.ignored if key not in sent}
     assert len(told) == 2

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bombus.config.groups import Tree, bad_config, shown
+from bombus.config.job import Tracker
 from bombus.config.xorl import Only
 
 # AgentJet's keys below `ajet.`, with our name for the same setting.
@@ -27,6 +28,7 @@ AJET_KEYS: dict[str, str] = {
     "swarm_mode_sample_collection_method": "collection.method",
     "swarm_mode_sample_collection_max_cached_episodes": "collection.max_cached_episodes",
     "trainer_common.algorithm.adv_estimator": "trainer.adv_estimator",
+    "trainer_common.logger": "logging.trackers",
     "trainer_common.resume_mode": "trainer.resume",
     "trainer_common.save_freq": "trainer.checkpoint_every",
     "trainer_common.max_actor_ckpt_to_keep": "trainer.checkpoints_kept",
@@ -86,6 +88,7 @@ VERL_KEYS: dict[str, str] = {
     "data.max_response_length": "rollout.max_response_length",
     "trainer.project_name": "experiment.project_name",
     "trainer.experiment_name": "experiment.experiment_name",
+    "trainer.logger": "logging.trackers",
     "trainer.save_freq": "trainer.checkpoint_every",
     "trainer.resume_mode": "trainer.resume",
     "trainer.max_actor_ckpt_to_keep": "trainer.checkpoints_kept",
@@ -154,7 +157,6 @@ IGNORED: dict[str, str] = {
     "ajet.trainer_common.n_gpus_per_node": "in the cluster file, `devices` of the trainer and of inference set which "
     "GPUs they have, and `processes` and `count` how many processes and replicas there are",
     "ajet.trainer_common.nnodes": "the cluster file sets which processes run on which machine",
-    "ajet.trainer_common.logger": "`bombus overwatch` shows the metrics, and `bombus status --json` has them",
     "ajet.rollout.gpu_memory_utilization": "`bombus inference --help` has the flags of a replica's memory",
 }
 # The keys that `Job` adds for readers that expect all of AgentJet's keys. `EXPECTED` has the values that are not
@@ -175,6 +177,7 @@ PASSED_ON: dict[str, object] = {
 VERL_TOPS = ("actor_rollout_ref", "algorithm", "data", "trainer")
 _TOPS = ("ajet", *VERL_TOPS)
 _MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps", "trainer.checkpoint_every"}
+_LOGGERS_OF_OTHERS = {"console"}  # what they print; `bombus overwatch` shows more
 _RESUME_MODES = {"disable": "never"}  # AgentJet's and verl's names -> ours
 
 
@@ -204,6 +207,8 @@ def read(tree: Mapping[str, object]) -> tuple[Tree, dict[str, str], list[str]]:
                 ignored.append(path)
         elif value is not None and not (target in _MINUS_ONE_IS_UNSET and value == -1):
             group, _, field = target.partition(".")
+            if field == "trackers" and not set(_words(value)) <= {*Tracker, *_LOGGERS_OF_OTHERS}:
+                ignored.append(path)
             fields = given.setdefault(group, {})
             fields[field] = _agreed(fields.get(field), _as_ours(field, value), names.get(target, path), path)
             names[target] = path
@@ -238,7 +243,13 @@ def _as_ours(field: str, value: object) -> object:
         return _RESUME_MODES.get(value, value)
     if field == "target_modules" and isinstance(value, list):
         return ",".join(map(str, value))
+    if field == "trackers":
+        return [name for name in _words(value) if name in set(Tracker)]
     return value
+
+
+def _words(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def _leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:

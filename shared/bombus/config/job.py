@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Literal, cast
 
@@ -180,6 +181,39 @@ class ExperimentConfig(ConfigGroup):
     dir: str = Field(default="auto", min_length=1, max_length=4096)
 
 
+class Tracker(StrEnum):
+    """The experiment trackers that steps can be written to. `jsonl` is a file in the folder of trackers."""
+
+    JSONL = "jsonl"
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
+
+
+def _trackers(value: object) -> object:
+    """Accept one name for a list of one, and convert names: strict validation takes no others after a validator."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple):
+        return value
+    return tuple(Tracker(name) if name in list(Tracker) else name for name in names)
+
+
+class LoggingConfig(ConfigGroup):
+    """Which experiment trackers get the figures of each completed step (docs/trackers.md). They show the run by
+    `experiment.project_name` and `experiment.experiment_name`. The environment of `bombus up` has their keys.
+
+    With every `samples_every`th step, trackers that have tables also get some of the step's sampled answers; 0 means
+    none.
+    """
+
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(_trackers)] = Field(
+        default=(), max_length=len(Tracker), description="a list of " + ", ".join(Tracker)
+    )
+    samples_every: int = Field(default=10, ge=0, le=1_000_000)
+
+
 class RunConfig(ConfigGroup):
     """The whole configuration of a run. `ignored` lists the keys that were given but have no effect."""
 
@@ -188,6 +222,7 @@ class RunConfig(ConfigGroup):
     collection: CollectionConfig = CollectionConfig()
     trainer: TrainerConfig = TrainerConfig()
     experiment: ExperimentConfig = ExperimentConfig()
+    logging: LoggingConfig = LoggingConfig()
     ignored: tuple[str, ...] = Field(default=(), exclude=True)
 
     def ignoring(self, keys: Sequence[str]) -> "RunConfig":

@@ -22,6 +22,8 @@ from bombus.config.parts import InferencePart, MetricsOptions, TrainerMachineOpt
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import Code, EngineFault, Refused
 from bombus.host.doctor_streams import check_room
+from bombus.insight.trackers.filling import KEY_VARIABLES as TRACKER_KEYS
+from bombus.insight.trackers.filling import is_any_installed
 from bombus.machine import watchdog
 from bombus.machine.environments import environment_python, environments_folder
 from bombus.machine.hardware import gpu_environment
@@ -168,9 +170,14 @@ def services(layout: Layout, nats: str) -> list[Service]:
     listening += typed_flags(cluster.gateway, "host_names", "inference_hosts", "bases", "models_max", "record_samples")
     listening += ["--trusted-network"] if layout.trusted_network else []
     keys = layout.keys.environment()  # the other processes run models and need no keys
-    return found + [
+    found += [
         service("gateway", f"gateway{which}", *listening, more=keys) for which in _numbered(cluster.gateway.count)
     ]
+    if is_any_installed():
+        tracking = {name: os.environ[name] for name in TRACKER_KEYS if name in os.environ}
+        folder = str((layout.data_dir / "trackers").absolute())
+        found.append(service("track", "track", "--follow", "--folder", folder, more=tracking))
+    return found
 
 
 def _environment(layout: Layout) -> dict[str, str]:
@@ -180,7 +187,7 @@ def _environment(layout: Layout) -> dict[str, str]:
     left out too.
     """
     replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
-    kept_back = {*KEY_VARIABLES, *watchdog.VARIABLES, *(part.api_key_env for part in replicas)}
+    kept_back = {*KEY_VARIABLES, *TRACKER_KEYS, *watchdog.VARIABLES, *(part.api_key_env for part in replicas)}
     return {
         # Torch's threads must not busy-wait for each other on the cores that trainer and replica share.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -42,13 +42,14 @@ HEALTHY_S = 10.0  # after a run of this length, the pause is reset to the shorte
 STOP_S = 20.0
 READY_S = 180.0
 SLOW_S = 2.0  # time after which a message says what is delaying the stop
-STOP_ORDER = (("gateway",), ("inference", "trainer"), ("coordinator",))
+STOP_ORDER = (("gateway",), ("inference", "trainer"), ("track", "coordinator"))
 LOCK = "up"
 WAITS_FOR = {
     "gateway": "to end its open calls",
     "inference": "to end its answers",
     "trainer": "to reach a good stopping point",
     "coordinator": "to store a snapshot",
+    "track": "to close its trackers",
 }
 
 

@@ -1,0 +1,122 @@
+"""`bombus track`: writes the figures of runs to experiment trackers, each step once."""
+
+import argparse
+import os
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+
+from bombus import logs
+from bombus.cli import URL_FILE, add_log_argument, default_nats
+from bombus.config.job import Tracker
+from bombus.errors import BombusError, in_one_line
+from bombus.insight.runs import read_runs
+from bombus.insight.trackers.filling import ADAPTERS, fill
+from bombus.insight.trackers.following import follow, read_samples, sampled_of
+from bombus.insight.trackers.ledger import Ledger
+from bombus.insight.trackers.rows import TrackedRows, tracked
+from bombus.machine.process import run_service
+from bombus.replay.opening import add_source_arguments
+from bombus.replay.running import BadUsage, reported, run_on_source
+from bombus.replay.source import Source
+from bombus.terminal import say
+
+DESCRIPTION = """Writes a run to an experiment tracker: the figures of each completed step, the job, and sampled
+answers. The hive may be running or stopped. A run can be written again and again: a step that the tracker has is not
+written twice. With --follow, writes the runs of a running hive whose jobs name trackers, as they train; `bombus up`
+does that by itself."""
+
+
+class TrackerFailed(BombusError):
+    """A tracker's package has raised an error."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        metavar="RUN",
+        help="main-2, or main for the newest run of this engine (default: the newest run of the only engine)",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--to", type=Tracker, choices=list(Tracker), metavar="TRACKER", help=f"one of {', '.join(Tracker)}"
+    )
+    what.add_argument("--follow", action="store_true", help="write the runs of a hive as their jobs say, until stopped")
+    parser.add_argument("--project", metavar="P", default="", help="with --to, another project than the job's")
+    parser.add_argument("--name", dest="title", metavar="N", default="", help="with --to, another name for the run")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="where files are written (default: `trackers` in the hive's data folder, or here)",
+    )
+    add_source_arguments(parser)
+    add_log_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = arguments.folder or _default_folder(arguments)
+    if arguments.follow:
+        return reported("bombus track", lambda: _check_follows(arguments)) or _follow(arguments, folder)
+
+    async def write(source: Source, arguments: argparse.Namespace) -> None:
+        series = (await read_runs(source)).newest(arguments.name, source.title)
+        run = tracked(source.hive, series, arguments.project, arguments.title)
+        ledger = Ledger(folder, run)
+        try:
+            await _read_into(ledger, source, series.name)
+            ledger.end()
+            say(f"{series.name}: {_fill(ledger, arguments.to)}")
+        finally:
+            ledger.close()
+
+    return run_on_source("bombus track", write, arguments)
+
+
+async def _read_into(ledger: Ledger, source: Source, name: str) -> None:
+    state, position = await source.base()
+    rows = TrackedRows(state, every=True)
+    async with aclosing(source.events(position)) as entries:
+        async for entry in entries:
+            found = rows.note(entry.seq, entry.event)
+            if found is None or found[0].name != name or found[1].step <= ledger.last:
+                continue
+            series, row = found
+            samples = await read_samples(source, sampled_of(series, row))
+            ledger.append(msgspec.structs.replace(row, samples=samples))
+
+
+def _fill(ledger: Ledger, tracker: Tracker) -> str:
+    if tracker not in ADAPTERS:
+        return f"{ledger.folder} has its steps up to {ledger.last}"
+    try:
+        written = fill(ledger, ADAPTERS[tracker](), ask=True)
+    except (BombusError, OSError):
+        raise
+    except Exception as error:
+        raise TrackerFailed(f"{tracker} failed: {in_one_line(error)}") from error
+    run = ledger.run
+    return f"{written} steps were written to {tracker}, project {run.project}, as {run.name}; files: {ledger.folder}"
+
+
+def _check_follows(arguments: argparse.Namespace) -> None:
+    if arguments.name or arguments.project or arguments.title or arguments.log:
+        raise BadUsage("--follow writes all runs of a running hive, as their jobs say: give it --nats and --hive alone")
+
+
+def _follow(arguments: argparse.Namespace, folder: Path) -> int:
+    hive = arguments.hive or os.environ.get("BOMBUS_HIVE", "main")
+    logs.configure("track", arguments.log_level, hive=hive)
+    running = (arguments.data or URL_FILE.parent) / URL_FILE.name
+    url = arguments.nats or (running.read_text().strip() if running.is_file() else default_nats())
+    return run_service(follow(url, hive, folder))
+
+
+def _default_folder(arguments: argparse.Namespace) -> Path:
+    is_elsewhere = arguments.log or arguments.nats or os.environ.get("BOMBUS_NATS")
+    data: Path = arguments.data or URL_FILE.parent
+    return data / "trackers" if data.is_dir() and not is_elsewhere else Path("trackers")

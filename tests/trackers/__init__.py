@@ -1,0 +1,1 @@
+"""Trackers with their own packages, offline, in an environment of their own (`make test-trackers`)."""

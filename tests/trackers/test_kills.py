@@ -1,0 +1,119 @@
+"""A run of many steps is followed while the process that writes to the trackers is killed again and again, and
+sometimes the bus. Then each tracker's own reader finds each step once, with the values of `step_metrics`."""
+
+import asyncio
+import json
+import os
+import struct
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from bombus.bus import Bus, EmbeddedServer
+from bombus.hive.events import AnyEvent
+from tests.conftest import SMALL_STREAMS, kill
+from tests.insight.tracked import HOSTILE, expected, publish, rows_of, run_of
+from tests.trackers.readers import READERS, Read
+
+KILLS = int(os.environ.get("BOMBUS_TRACKER_KILLS", "20"))
+STEPS = 400
+ALONE_S = (1.0, 6.0)  # how long a process lives: mlflow alone is imported for 2 s
+BUS_KILLED_EVERY = 5
+DONE_S = 180.0
+
+
+def checked(read: Read, events: list[AnyEvent], single: bool = False) -> None:
+    """Compare what a tracker has with the rows of a log: no step is missing, none is there twice, all values agree."""
+    counts = Counter(step for step, _ in read)
+    wanted = {row.step: row.metrics for row in rows_of(events)}
+    assert set(counts) == set(wanted), f"missing: {set(wanted) - set(counts)}, more: {set(counts) - set(wanted)}"
+    assert max(counts.values()) == 1, f"twice: {[step for step, count in counts.items() if count > 1]}"
+    for step, figures in read:
+        for name, value in wanted[step].items():
+            if name.startswith(("reward/", "train/", "policy/", "held_out/", "length/", "episodes/", "time/")):
+                assert figures[name] == (as_float32(value) if single else value), (step, name)
+        assert len(figures) == len(wanted[step])
+    figures_of_steps = expected(events)
+    assert set(figures_of_steps) <= set(counts)
+
+
+def as_float32(value: float) -> float:
+    (found,) = struct.unpack("f", struct.pack("f", value))
+    return float(found)
+
+
+class Killed:
+    """The process that writes to the trackers, which is killed, and what the trackers had by then."""
+
+    def __init__(self, url: str, hive: str, folder: Path) -> None:
+        words = ["-m", "bombus", "track", "--follow", "--hive", hive, "--folder", str(folder)]
+        self._command = (sys.executable, *words)
+        self._environment = {**os.environ, "BOMBUS_NATS": url}
+        self._log = (folder.parent / "track.log").open("ab")
+
+    async def start(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(*self._command, env=self._environment, stderr=self._log)
+
+
+async def published(server: EmbeddedServer, hive: str, events: list[AnyEvent], living: asyncio.Event) -> None:
+    """Write a run's events at the pace of the kills, on a server that is killed too."""
+    async with await Bus.connect(server.url, hive, name="author") as bus:
+        for number, event in enumerate(events, 1):
+            await publish(bus, [event], number)
+            await asyncio.sleep(0.0 if living.is_set() else 0.05)
+
+
+def complete(folder: Path, trackers: list[str]) -> bool:
+    last = str(STEPS + 1)
+    return all(any(path.read_text() == last for path in folder.glob(f"*/{name}/complete")) for name in trackers)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("trackers", [list(READERS)], ids="+".join)
+async def test_each_step_is_there_once_after_twenty_kills(tmp_path: Path, trackers: list[str]) -> None:
+    folder, random, hive = tmp_path / "trackers", Random(35), "demo"
+    server = EmbeddedServer(tmp_path / "nats")
+    server.start()
+    async with await Bus.connect(server.url, hive) as bus:
+        await bus.ensure_streams(SMALL_STREAMS)
+    events: list[AnyEvent] = list(run_of(STEPS, [*trackers, "jsonl"], name=HOSTILE))
+    over = asyncio.Event()
+    publishing = asyncio.create_task(published(server, hive, events, over))
+    process = Killed(server.url, hive, folder)
+    for number in range(1, KILLS + 1):
+        running = await process.start()
+        await asyncio.sleep(random.uniform(*ALONE_S))  # time is what is tested: it dies at any moment
+        running.kill()
+        await running.wait()
+        if number % BUS_KILLED_EVERY == 0:
+            kill(server)
+            await asyncio.to_thread(server.start)
+        print(number, progress(folder, trackers))
+    over.set()
+    running = await process.start()
+    await publishing
+    async with asyncio.timeout(DONE_S):
+        while not complete(folder, trackers):
+            assert running.returncode is None, (tmp_path / "track.log").read_text()
+            await asyncio.sleep(0.1)
+    running.terminate()
+    assert await running.wait() == 0
+    server.stop()
+    (run_folder,) = folder.glob("*/run.json")
+    for tracker in trackers:
+        checked(READERS[tracker](run_folder.parent), events, single=tracker == "tensorboard")
+    lines = (run_folder.parent / "steps.jsonl").read_text().splitlines()
+    written = {line.pop("step"): line for line in map(json.loads, lines) if line.pop("at_ns")}
+    assert len(lines) == len(written)
+    assert written == {row.step: row.metrics for row in rows_of(events)}
+    outside = {path.name for path in tmp_path.iterdir()} - {"trackers", "nats", "track.log"}
+    assert not outside, "nothing is written elsewhere, whatever runs are called"
+
+
+def progress(folder: Path, trackers: list[str]) -> dict[str, int]:
+    """Return how many bytes each tracker's files have."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {name: sum(path.stat().st_size for path in files if name in str(path)) for name in trackers}
