@@ -17,7 +17,7 @@ from bombus.config.job import Tracker
 from bombus.hive.events import AnyEvent, EngineStopped
 from bombus.hive.state import Hive
 from bombus.insight.trackers.filling import fill
-from bombus.insight.trackers.ledger import SAMPLES, STEPS, InUse, Ledger
+from bombus.insight.trackers.ledger import STEPS, InUse, Ledger
 from bombus.insight.trackers.rows import (
     VERSION,
     Row,
@@ -96,7 +96,7 @@ def test_figures_keep_their_names_where_a_tracker_may_have_them_and_never_share_
 # ---- the ledger -----------------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_written_once_and_a_line_that_was_cut_off_is_written_anew(tmp_path: Path) -> None:
+def test_a_row_is_written_once_and_lines_that_were_cut_off_or_damaged_are_removed(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, RUN)
     for step in (1, 2, 2, 1, 3):
         ledger.append(row(step))
@@ -111,6 +111,10 @@ def test_a_row_is_written_once_and_a_line_that_was_cut_off_is_written_anew(tmp_p
         again.append(row(3))
         again.close()
         assert path.read_bytes() == whole
+    path.write_bytes(whole.splitlines(keepends=True)[0] + bytes(40) + b"\n" + whole.splitlines(keepends=True)[2])
+    damaged = Ledger(tmp_path, RUN)
+    assert damaged.last == 1
+    damaged.close()
 
 
 def test_another_process_cannot_write_the_run_at_the_same_time(tmp_path: Path) -> None:
@@ -121,20 +125,15 @@ def test_another_process_cannot_write_the_run_at_the_same_time(tmp_path: Path) -
     Ledger(tmp_path, RUN).close()
 
 
-def test_samples_come_with_their_row_also_where_a_line_of_them_was_cut_off(tmp_path: Path) -> None:
-    with_samples = Row(step=1, at_ns=1, metrics={}, samples=(SAMPLE,))
+def test_samples_come_with_their_row_and_are_not_among_the_steps(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, RUN)
-    ledger.append(with_samples)
+    ledger.append(Row(step=1, at_ns=1, metrics={}, samples=(SAMPLE, SAMPLE)))
+    ledger.append(row(2))
     ledger.close()
-    with (ledger.folder / SAMPLES).open("ab") as file:
-        file.write(b'[2,[{"task"')
     again = Ledger(tmp_path, RUN)
-    again.append(Row(step=2, at_ns=2, metrics={}, samples=(SAMPLE, SAMPLE)))
+    assert [each.samples for each, _ in again.rows(0)] == [(SAMPLE, SAMPLE), ()]
+    assert "samples" not in lines(again)[0]
     again.close()
-    third = Ledger(tmp_path, RUN)
-    assert [len(each.samples) for each, _ in third.rows(0)] == [1, 2]
-    assert "samples" not in lines(third)[0]
-    third.close()
 
 
 # ---- filling --------------------------------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ class Scripted:
     """A tracker in memory, which fails when it is told to."""
 
     package: ClassVar[str] = "scripted"
-    continues: ClassVar[bool] = True
+    continues = True
     has: ClassVar[list[int]] = []
     fails_at: ClassVar[int] = 0
 

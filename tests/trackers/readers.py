@@ -57,7 +57,7 @@ def read_wandb(folder: Path) -> Read:
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
                 items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-                figures = {name: float(value) for name, value in items.items() if "/" in name}
+                figures = {name: float(value) for name, value in items.items() if "/" in name and "samples" not in name}
                 found.append((int(json.loads(items["_step"])), figures))
     return found
 

@@ -45,12 +45,11 @@ def as_float32(value: float) -> float:
     return float(found)
 
 
-class Killed:
-    """The process that writes to the trackers, which is killed, and what the trackers had by then."""
+class Tracking:
+    """The process that writes to the trackers, which is killed again and again."""
 
     def __init__(self, url: str, hive: str, folder: Path) -> None:
-        words = ["-m", "bombus", "track", "--follow", "--hive", hive, "--folder", str(folder)]
-        self._command = (sys.executable, *words)
+        self._command = (sys.executable, "-m", "bombus", "track", "--follow", "--hive", hive, "--folder", str(folder))
         self._environment = {**os.environ, "BOMBUS_NATS": url}
         self._log = (folder.parent / "track.log").open("ab")
 
@@ -58,12 +57,12 @@ class Killed:
         return await asyncio.create_subprocess_exec(*self._command, env=self._environment, stderr=self._log)
 
 
-async def published(server: EmbeddedServer, hive: str, events: list[AnyEvent], living: asyncio.Event) -> None:
+async def published(server: EmbeddedServer, hive: str, events: list[AnyEvent], over: asyncio.Event) -> None:
     """Write a run's events at the pace of the kills, on a server that is killed too."""
     async with await Bus.connect(server.url, hive, name="author") as bus:
         for number, event in enumerate(events, 1):
             await publish(bus, [event], number)
-            await asyncio.sleep(0.0 if living.is_set() else 0.05)
+            await asyncio.sleep(0.0 if over.is_set() else 0.07)
 
 
 def complete(folder: Path, trackers: list[str]) -> bool:
@@ -82,7 +81,7 @@ async def test_each_step_is_there_once_after_twenty_kills(tmp_path: Path, tracke
     events: list[AnyEvent] = list(run_of(STEPS, [*trackers, "jsonl"], name=HOSTILE))
     over = asyncio.Event()
     publishing = asyncio.create_task(published(server, hive, events, over))
-    process = Killed(server.url, hive, folder)
+    process = Tracking(server.url, hive, folder)
     for number in range(1, KILLS + 1):
         running = await process.start()
         await asyncio.sleep(random.uniform(*ALONE_S))  # time is what is tested: it dies at any moment
@@ -95,13 +94,17 @@ async def test_each_step_is_there_once_after_twenty_kills(tmp_path: Path, tracke
     over.set()
     running = await process.start()
     await publishing
-    async with asyncio.timeout(DONE_S):
-        while not complete(folder, trackers):
-            assert running.returncode is None, (tmp_path / "track.log").read_text()
-            await asyncio.sleep(0.1)
-    running.terminate()
-    assert await running.wait() == 0
-    server.stop()
+    try:
+        async with asyncio.timeout(DONE_S):
+            while not complete(folder, trackers):
+                assert running.returncode is None, (tmp_path / "track.log").read_text()
+                await asyncio.sleep(0.1)
+        running.terminate()
+        assert await running.wait() == 0
+    finally:
+        if running.returncode is None:
+            running.kill()
+        server.stop()
     (run_folder,) = folder.glob("*/run.json")
     for tracker in trackers:
         checked(READERS[tracker](run_folder.parent), events, single=tracker == "tensorboard")

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         run = tracked(source.hive, series, arguments.project, arguments.title)
         ledger = Ledger(folder, run)
         try:
-            await _read_into(ledger, source, series.name)
+            await _read_into(ledger, source, series.name, arguments.to)
             ledger.end()
             say(f"{series.name}: {_fill(ledger, arguments.to)}")
         finally:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     return run_on_source("bombus track", write, arguments)
 
 
-async def _read_into(ledger: Ledger, source: Source, name: str) -> None:
+async def _read_into(ledger: Ledger, source: Source, name: str, tracker: Tracker) -> None:
     state, position = await source.base()
     rows = TrackedRows(state, every=True)
     async with aclosing(source.events(position)) as entries:
@@ -86,7 +86,7 @@ async def _read_into(ledger: Ledger, source: Source, name: str) -> None:
             if found is None or found[0].name != name or found[1].step <= ledger.last:
                 continue
             series, row = found
-            samples = await read_samples(source, sampled_of(series, row))
+            samples = await read_samples(source, sampled_of(series, row, [tracker]))
             ledger.append(msgspec.structs.replace(row, samples=samples))
 
 

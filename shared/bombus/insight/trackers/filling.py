@@ -80,24 +80,23 @@ def _opened(adapter: TrackerAdapter, ledger: Ledger, folder: Path) -> int:
 
 class Filler(threading.Thread):
     """Keeps a tracker filled until the ledger ends. A tracker that fails is tried again, after longer and longer
-    pauses; nothing else waits for it."""
+    pauses, until `stopping` is set: then the next process to read the log gives it the rest. Nothing else waits."""
 
-    def __init__(self, ledger: Ledger, tracker: Tracker) -> None:
+    def __init__(self, ledger: Ledger, tracker: Tracker, stopping: threading.Event) -> None:
         super().__init__(name=f"{tracker} {ledger.run.name}", daemon=True)
-        self.ledger, self.tracker, self._adapter = ledger, tracker, ADAPTERS[tracker]
+        self._ledger, self._tracker, self._stopping = ledger, tracker, stopping
 
     def run(self) -> None:
         pause_s, told = RETRY_S, ""
         while True:
             try:
-                fill(self.ledger, self._adapter())
+                fill(self._ledger, ADAPTERS[self._tracker]())
                 return
             except Exception as error:  # packages of others raise what they like, and a run must not suffer from it
                 why = str(error) if isinstance(error, NotInstalled) else in_one_line(error)
             level = logging.DEBUG if why == told else logging.WARNING
-            name = self.ledger.run.name
-            log.log(level, "run %s is not written to %s now, and is not affected: %s", name, self.tracker, why)
-            told = why
-            if self.ledger.ends_within(pause_s):
-                return  # the next process to read this log gives it the rest
+            name, told = self._ledger.run.name, why
+            log.log(level, "run %s is not written to %s now, and is not affected: %s", name, self._tracker, why)
+            if self._stopping.wait(pause_s):
+                return
             pause_s = min(2 * pause_s, RETRY_S_MAX)

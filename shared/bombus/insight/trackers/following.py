@@ -1,9 +1,11 @@
 """Follows a hive's log and writes its runs to the trackers that their jobs name: `bombus track --follow`."""
 
 import asyncio
+import itertools
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ import msgspec
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.config.job import Tracker
-from bombus.errors import BombusError, in_one_line
+from bombus.errors import BombusError
 from bombus.hive import events as ev
 from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
@@ -56,6 +58,7 @@ class Tracking:
         self._hive, self._folder, self._source = hive, folder, source
         self._rows = TrackedRows(Hive())
         self._noted: asyncio.Queue[Noted] = asyncio.Queue()
+        self._stopping = threading.Event()
         self._open: dict[str, tuple[Ledger, list[Filler]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -65,7 +68,7 @@ class Tracking:
     def note(self, seq: int, event: ev.AnyEvent) -> None:
         if (found := self._rows.note(seq, event)) is not None:
             series, row = found
-            self._noted.put_nowait(Noted(series, row, sampled_of(series, row)))
+            self._noted.put_nowait(Noted(series, row, sampled_of(series, row, series.job.logging.trackers)))
         if isinstance(event, ev.EngineStopped | ev.EngineFailed):
             ended = self._rows.runs.series.get(f"{event.engine}-{event.run}")
             if ended is not None:
@@ -75,12 +78,12 @@ class Tracking:
         """Write the rows to the ledgers of their runs, from which the trackers are filled."""
         while True:
             noted = await self._noted.get()
-            while True:
+            for level in itertools.chain([logging.WARNING], itertools.repeat(logging.DEBUG)):
                 try:
                     await self._write(noted)
                     break
                 except (OSError, InUse) as error:
-                    log.warning("steps of %s wait to be written to trackers: %s", noted.series.name, in_one_line(error))
+                    log.log(level, "steps of %s wait to be written to trackers: %s", noted.series.name, error)
                     await asyncio.sleep(RETRY_S)
 
     async def _write(self, noted: Noted) -> None:
@@ -92,15 +95,16 @@ class Tracking:
                 task.add_done_callback(self._closing.discard)
             return
         ledger = self._ledger(series)
-        has_tables = bool(set(series.job.logging.trackers) - {Tracker.JSONL})
-        samples = await read_samples(self._source, noted.sampled) if has_tables and noted.row.step > ledger.last else ()
-        ledger.append(msgspec.structs.replace(noted.row, samples=samples))
+        if noted.row.step > ledger.last:
+            samples = await read_samples(self._source, noted.sampled)
+            ledger.append(msgspec.structs.replace(noted.row, samples=samples))
 
     def _ledger(self, series: RunSeries) -> Ledger:
         if series.name not in self._open:
             ledger = Ledger(self._folder, tracked(self._hive, series))
             log.info("steps of %s are written to %s", series.name, ledger.folder, extra={"engine": series.engine})
-            fillers = [Filler(ledger, each) for each in dict.fromkeys(series.job.logging.trackers) if each in ADAPTERS]
+            names = [name for name in dict.fromkeys(series.job.logging.trackers) if name in ADAPTERS]
+            fillers = [Filler(ledger, name, self._stopping) for name in names]
             self._open[series.name] = ledger, fillers
             for filler in fillers:
                 filler.start()
@@ -108,6 +112,7 @@ class Tracking:
 
     def close(self) -> None:
         """Close the trackers. What they do not have by now, the next process gives them."""
+        self._stopping.set()
         deadline = time.monotonic() + CLOSE_S
         for ledger, _ in self._open.values():
             ledger.end()
@@ -124,11 +129,12 @@ def _close(ledger: Ledger, fillers: list[Filler]) -> None:
     ledger.close()
 
 
-def sampled_of(series: RunSeries, row: Row) -> Sequence[tuple[str, float, CallRef]]:
-    """Return the calls whose answers are shown with a run's newest row."""
-    every = series.job.logging.samples_every
-    is_shown = every and row.step % every == 0 and series.steps and series.steps[-1].step == row.step
-    return series.steps[-1].sampled[:SAMPLES] if is_shown else ()
+def sampled_of(series: RunSeries, row: Row, trackers: Collection[Tracker]) -> Sequence[tuple[str, float, CallRef]]:
+    """Return the calls whose answers are shown with a run's newest row, if any of the trackers shows them."""
+    every, steps = series.job.logging.samples_every, series.steps
+    if not every or row.step % every or not ADAPTERS.keys() & set(trackers) or not steps or steps[-1].step != row.step:
+        return ()
+    return steps[-1].sampled[:SAMPLES]
 
 
 async def read_samples(source: Source, sampled: Sequence[tuple[str, float, CallRef]]) -> tuple[ShownSample, ...]:

@@ -1,6 +1,7 @@
 """MLflow: the server of $MLFLOW_TRACKING_URI, or else a database in the folder of trackers."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ LAST = "bombus.last_step"
 PARAM_MAX = 500  # characters of a setting; some servers refuse more
 PARAMS_AT_ONCE = 100
 ID = "bombus.id"
+_MAKING = threading.Lock()
 
 
 class Mlflow:
@@ -20,7 +22,7 @@ class Mlflow:
     """
 
     package: ClassVar[str] = "mlflow"
-    continues: ClassVar[bool] = True
+    continues = True
 
     def open(self, run: TrackedRun, folder: Path) -> int:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -30,7 +32,7 @@ class Mlflow:
         self._metric, self._tag = Metric, RunTag
         shared = folder.parents[1]
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-        self._client = client = MlflowClient(uri or f"sqlite:///{shared / 'mlflow.db'}")
+        self._client = client = MlflowClient(uri or _database(shared / "mlflow.db"))
         found = client.get_experiment_by_name(run.project)
         place = None if uri else (shared / "mlflow-artifacts").absolute().as_uri()
         experiment = found.experiment_id if found else client.create_experiment(run.project, artifact_location=place)
@@ -59,3 +61,23 @@ class Mlflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def _database(path: Path) -> str:
+    """Return the address of a database, which is made if it does not exist.
+
+    MLflow cannot open one any more that was being made when its process was killed, so it appears once it is complete.
+    """
+    from mlflow import MlflowClient
+
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    with _MAKING:
+        if not path.exists():
+            draft.unlink(missing_ok=True)
+            MlflowClient(f"sqlite:///{draft}").search_experiments(max_results=1)
+            try:
+                os.link(draft, path)  # fails if another process was first
+            except FileExistsError:
+                pass
+            draft.unlink()
+    return f"sqlite:///{path}"

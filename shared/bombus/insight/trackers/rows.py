@@ -60,7 +60,7 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def folder(self) -> str:
         """The name of the run's folder."""
-        return plain(f"{self.hive}-{self.engine}-{self.run}-{self.id}", NAME_MAX)
+        return plain(f"{self.hive}-{self.engine}-{self.run}") + f"-{self.id}"
 
     @property
     def tags(self) -> dict[str, str]:
@@ -93,9 +93,9 @@ def flat_config(job: RunConfig) -> dict[str, Any]:
     return {name: value[:TEXT_MAX] if isinstance(value, str) else value for name, value in found.items()}
 
 
-def plain(text: str, most: int = NAME_MAX) -> str:
+def plain(text: str) -> str:
     """Return a name that every tracker accepts, and that is the name of one file: no separators, no markup."""
-    return _FORBIDDEN.sub("_", text)[:most].lstrip(".-") or "_"
+    return _FORBIDDEN.sub("_", text)[:NAME_MAX].lstrip(".-") or "_"
 
 
 def plain_metrics(metrics: Mapping[str, float], at: str = "@") -> dict[str, float]:

@@ -15,7 +15,7 @@ class SwanLab:
     not written yet is lost. So the earlier folder is removed, and the run written anew from its first step."""
 
     package: ClassVar[str] = "swanlab"
-    continues: ClassVar[bool] = False
+    continues = False
 
     def open(self, run: TrackedRun, folder: Path) -> int:
         import swanlab

@@ -18,7 +18,7 @@ class TensorBoard:
     """
 
     package: ClassVar[str] = "tensorboard"
-    continues: ClassVar[bool] = True
+    continues = True
 
     def open(self, run: TrackedRun, folder: Path) -> int:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader

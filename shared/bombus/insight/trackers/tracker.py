@@ -13,7 +13,7 @@ class TrackerAdapter(Protocol):
     """
 
     package: ClassVar[str]
-    continues: ClassVar[bool]
+    continues: bool
 
     def open(self, run: TrackedRun, folder: Path) -> int:
         """Begin or continue the run, and return the last step that the tracker has, or 0. `folder` is for this run and

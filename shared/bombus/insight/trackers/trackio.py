@@ -13,7 +13,7 @@ class Trackio:
     they are lost; the storage keeps one row for each `log_id`, and a run is found by its id."""
 
     package: ClassVar[str] = "trackio"
-    continues: ClassVar[bool] = True
+    continues = True
 
     def open(self, run: TrackedRun, folder: Path) -> int:
         os.environ.setdefault("TRACKIO_DIR", str(folder.parents[1] / "trackio"))  # read when the package is imported

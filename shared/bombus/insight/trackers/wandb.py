@@ -16,14 +16,16 @@ class Wandb:
     """
 
     package: ClassVar[str] = "wandb"
-    continues: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+        self.continues = self._mode == "online"
 
     def open(self, run: TrackedRun, folder: Path) -> int:
         import wandb
 
         self._table = wandb.Table
-        mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-        if mode != "online":
+        if not self.continues:
             shutil.rmtree(folder / "wandb", ignore_errors=True)
         quiet = wandb.Settings(
             console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True, x_disable_stats=True
@@ -35,14 +37,14 @@ class Wandb:
             dir=str(folder),
             config={**run.config, **run.tags},
             tags=[f"{name}={value}"[:64] for name, value in run.tags.items()],
-            mode=mode,
-            resume="allow" if mode == "online" else None,
+            mode=self._mode,
+            resume="allow" if self.continues else None,
             reinit="create_new",
             settings=quiet,
         )
         self._run.define_metric(VERSION)
         self._run.define_metric("held_out/*", step_metric=VERSION)
-        return max(0, self._run.step - 1) if mode == "online" else 0
+        return max(0, self._run.step - 1) if self.continues else 0
 
     def write(self, row: Row) -> None:
         values = dict[str, object](plain_metrics(row.metrics))
