@@ -62,9 +62,7 @@ def test_a_report_has_each_point_of_each_chart_and_the_ancestry_of_the_weights(t
     assert main(["report", "main-1", "--log", str(TINY), "--out", str(out)]) == 0
     series, logged = recorded()
     found = Page(out.read_text())
-    shown = {
-        (row[0], name, cell) for head, row in _with_heads(found.rows) for name, cell in zip(head, row, strict=True)
-    }
+    shown = {(row[0], name, cell) for head, row in with_heads(found.rows) for name, cell in zip(head, row, strict=True)}
     for chart in CHARTS:
         for point in points(chart, series):
             assert (f"{point['x']:g}", point["figure"], f"{point['y']:.6g}") in shown, chart.key
@@ -72,7 +70,7 @@ def test_a_report_has_each_point_of_each_chart_and_the_ancestry_of_the_weights(t
     assert job_text(series.job).splitlines()[1].strip() in out.read_text()
 
 
-def _with_heads(rows: list[list[str]]) -> list[tuple[list[str], list[str]]]:
+def with_heads(rows: list[list[str]]) -> list[tuple[list[str], list[str]]]:
     """Pair each row of figures with the head of its table."""
     head: list[str] = []
     found = []
