@@ -54,6 +54,7 @@ DECODING = {
     "bombus/operations/kinds.py": "operation",
     "bombus/hive/records.py": "call record",
     "bombus/hive/status/data.py": OWN,
+    "bombus/insight/record.py": OWN,
     "bombus/hive/trajectories/records.py": "rollout group",
     "bombus/hive/trajectories/training.py": "atropos trained group",
     "bombus/host/doctor_streams.py": SERVER,

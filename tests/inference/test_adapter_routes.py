@@ -177,5 +177,5 @@ async def test_backends_without_adapters_refuse_them_in_words(make: object) -> N
     async with serving(make(without)) as (_, client):
         refused = await load(client, UNKNOWN, Path("/tmp"))
         assert (refused.status_code, refused.json()["code"]) == (400, "unsupported")
-        assert "the torch backend does" in refused.json()["why"]
+        assert "use the torch backend" in refused.json()["why"]
         assert (await client.get("/adapters")).json() == {"adapters": []}

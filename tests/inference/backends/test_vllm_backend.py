@@ -162,7 +162,7 @@ async def test_a_prompt_is_scored_by_one_version_or_the_call_is_tried_elsewhere(
 
 
 async def test_adapters_are_served_in_a_run_of_operations_alone(stage: Stage) -> None:
-    with pytest.raises(Refused, match="vLLM does in an operations run") as refused:
+    with pytest.raises(Refused, match="or vLLM in an operations run") as refused:
         await stage.backend.load_adapter(address_of(1), stage.folder)
     assert refused.value.code == Code.UNSUPPORTED
     asked = msgspec.structs.replace(request([5]), adapter=address_of(1))
