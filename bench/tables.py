@@ -7,7 +7,10 @@ import argparse
 import asyncio
 import gc
 import os
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 
 from bench.recovery import log
 from bombus.bus import Stored
@@ -52,38 +55,40 @@ async def fold(source: Source) -> None:
         evolve(hive, entry.event)
 
 
-async def load(source: Source, wanted: Collection[str]) -> None:
-    with LogDatabase() as database:
+async def load(source: Source, wanted: Collection[str], path: Path | None = None) -> None:
+    with LogDatabase(path) as database:
         await database.load(source, wanted)
 
 
-def seconds_of(work: Callable[[], None]) -> float:
-    """Return the seconds of user CPU of all threads: other programs on the machine hardly change them."""
+async def load_into_file(source: Source) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        await load(source, OF_EVENTS, Path(folder) / "log.duckdb")
+
+
+def seconds_of(work: Callable[[], Coroutine[Any, Any, None]]) -> float:
+    """Return the seconds of user CPU of all threads: other programs on the machine change them less than the time."""
     gc.collect()
     before = os.times().user
-    work()
+    asyncio.run(work())
     return os.times().user - before
 
 
 def main(count: int) -> None:
     gc.set_threshold(50_000, 20, 20)  # as the command `bombus` does
     source = MemorySource([encode_event(event) for event in log(count)])
-    wanted = {
-        "tables of the log": OF_EVENTS - {"metrics"},
-        "with the figures in metrics": OF_EVENTS,
-        "episodes alone": {"episodes"},
-        "metrics alone": {"metrics"},
+    works: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+        "fold": lambda: fold(source),
+        "tables of the log": lambda: load(source, OF_EVENTS - {"metrics"}),
+        "with the figures in metrics": lambda: load(source, OF_EVENTS),
+        "the same, into a file": lambda: load_into_file(source),
+        "episodes alone": lambda: load(source, {"episodes"}),
+        "metrics alone": lambda: load(source, {"metrics"}),
     }
-    folds: list[float] = []
-    loads: dict[str, list[float]] = {name: [] for name in wanted}
-    for _ in range(ROUNDS):
-        folds.append(seconds_of(lambda: asyncio.run(fold(source))))
-        for name, tables in wanted.items():
-            loads[name].append(seconds_of(lambda tables=tables: asyncio.run(load(source, tables))))  # type: ignore[misc]
+    rounds = [{name: seconds_of(work) for name, work in works.items()} for _ in range(ROUNDS)]
+    least = {name: min(each[name] for each in rounds) for name in works}
     print(f"the least of {ROUNDS} rounds, {count:,} events, seconds of user CPU:")
-    print(f"{'fold':<28} {min(folds):6.2f}")
-    for name, seconds in loads.items():
-        print(f"{name:<28} {min(seconds):6.2f}, {min(seconds) / min(folds):.2f} of the fold's")
+    for name, seconds in least.items():
+        print(f"{name:<28} {seconds:6.2f}, {seconds / least['fold']:.2f} of the fold's")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from bombus.insight.charts import OF, Axis, Chart, Spec, points, spec
 from bombus.insight.database import LogDatabase, tables_in
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import read_answers, read_runs
-from bombus.insight.tables import OF_EVENTS, TABLES, read_samples, read_stored_calls
+from bombus.insight.tables import OF_EVENTS, SCHEMAS, read_samples, read_stored_calls
 from bombus.replay.diagnosis.diagnose import diagnose
 from bombus.replay.diagnosis.findings import RunFinding
 from bombus.replay.diagnosis.steps import RunSeries
@@ -89,14 +89,14 @@ class HiveLog:
 
     def __init__(self, log: str | Path, hive: str | None = None) -> None:
         self._arguments = arguments_for(str(log), hive)
-        self._database = LogDatabase()
+        self.database = LogDatabase()
 
         async def load(source: Source) -> str:
-            await self._database.load(source, OF_EVENTS - {"events"})
+            await self.database.load(source, OF_EVENTS - {"events"})
             return source.title
 
         self.title = self.read(load)
-        found = self._database.runs
+        found = self.database.runs
         self.runs = {} if found is None else {name: LogRun(self, series) for name, series in found.series.items()}
 
     def __repr__(self) -> str:
@@ -113,22 +113,8 @@ class HiveLog:
         """
         wanted = tables_in(query)
         if wanted - OF_EVENTS or "events" in wanted:
-            self.read(lambda source: self._database.load(source, wanted))
-        return frame(pa.Table.from_batches(self._database.arrow(query, parameters)))
-
-    def tokens(self, episode: str) -> Any:
-        """Return the tokens of one episode. See `LogRun.tokens`."""
-        found: list[pa.RecordBatch] = []
-        calls = self._database.stored_calls(episode)
-        if not calls:
-            raise NotOnLog(f"{self.title} has no calls of an episode {episode}")
-
-        def keep(name: str, batch: pa.RecordBatch) -> None:
-            if name == "tokens":
-                found.append(batch)
-
-        self.read(lambda source: read_stored_calls(source, calls, keep))
-        return frame(pa.Table.from_batches(found, TABLES["tokens"].schema))
+            self.read(lambda source: self.database.load(source, wanted))
+        return frame(pa.Table.from_batches(self.database.arrow(query, parameters)))
 
     def read(self, work: Callable[[Source], Coroutine[Any, Any, T]]) -> T:
         """Open the log again and work on it, in a thread with an event loop of its own, since a notebook's is
@@ -180,7 +166,17 @@ class LogRun:
 
         Calls that are no longer kept have no rows. Raises `NotOnLog` if the episode has no calls.
         """
-        return self.log.tokens(episode)
+        found: list[pa.RecordBatch] = []
+        calls = self.log.database.stored_calls(episode)
+        if not calls:
+            raise NotOnLog(f"{self.log.title} has no calls of an episode {episode}")
+
+        def keep(name: str, batch: pa.RecordBatch) -> None:
+            if name == "tokens":
+                found.append(batch)
+
+        self.log.read(lambda source: read_stored_calls(source, calls, keep))
+        return frame(pa.Table.from_batches(found, SCHEMAS["tokens"]))
 
     def samples(self, step: int) -> Any:
         """Return the sequences that a step trained on, with masks, logprobs and advantages, as `bombus replay batch`
@@ -189,7 +185,7 @@ class LogRun:
         Raises `NotOnLog` if there is no such step, and `NotInstalled` without the extra `trainer`.
         """
         batches = self.log.read(lambda source: read_samples(source, self.name, (step,)))
-        return frame(pa.Table.from_batches(batches, TABLES["samples"].schema))
+        return frame(pa.Table.from_batches(batches, SCHEMAS["samples"]))
 
     def diagnose(self) -> "RunDiagnosis":
         """Return what is wrong with the learning of this run. It is shown as `bombus diagnose` prints it."""

@@ -5,7 +5,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isclose
 from pathlib import Path
 
@@ -17,13 +17,18 @@ import pytest
 
 from bombus.cli import main
 from bombus.commands.audit import audited
+from bombus.hive.events import EpisodeClaimed
+from bombus.hive.state import Hive
 from bombus.insight.database import LogDatabase, tables_in
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import read_runs
-from bombus.insight.tables import OF_EVENTS, TABLES, EpisodeOfLog
+from bombus.insight.tables import OF_EVENTS, TABLES, EpisodeOfLog, LogRows
 from bombus.replay.archive import FileSource
+from bombus.replay.audit import Audit
+from bombus.replay.source import Logged, state_at
 from tests.insight.record import LOG as LETTERS
 from tests.logs.facts import TINY
+from tests.overwatch.story import chaos
 
 Capture = pytest.CaptureFixture[str]
 
@@ -102,7 +107,9 @@ def test_each_event_is_there_as_json(source: FileSource, database: LogDatabase) 
 
 
 def test_the_rows_of_an_episode_are_its_columns() -> None:
-    assert [column.name for column in TABLES["episodes"].columns] == list(EpisodeOfLog.__struct_fields__)
+    assert list(TABLES["episodes"].types()) == list(EpisodeOfLog.__struct_fields__)
+    for table in TABLES.values():
+        assert table.notes.keys() <= table.types().keys()
 
 
 def test_the_recorded_episodes_have_ended_as_they_did(database: LogDatabase, source: FileSource) -> None:
@@ -117,6 +124,55 @@ def test_the_recorded_episodes_have_ended_as_they_did(database: LogDatabase, sou
         assert database.query(groups).fetchall() == [("a", 2, 0.5, True), ("tree", 2, 0.25, True)]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_every_kind_of_event_of_any_hive_can_be_loaded(seed: int) -> None:
+    found: dict[str, list[pyarrow.RecordBatch]] = {}
+    rows = LogRows(Hive(), OF_EVENTS, lambda name, batch: found.setdefault(name, []).append(batch))
+    audit = Audit()
+    events = chaos(seed)
+    for seq, event in enumerate(events, 1):
+        rows.note(seq, event)  # type: ignore[arg-type]
+        audit.read(event, seq)
+    rows.finish()
+    tables = {name: pyarrow.Table.from_batches(batches) for name, batches in found.items()}
+    assert tables["events"].num_rows == len(events)
+    claimed = [name for event in events if isinstance(event, EpisodeClaimed) for name in event.episodes]
+    assert {*claimed} <= {*tables["episodes"]["episode"].to_pylist()}
+    assert sum(tables["calls"]["completion_tokens"].to_pylist()) == audit.report().sampled
+
+
+def test_a_compacted_log_has_what_it_still_knows() -> None:
+    async def read() -> tuple[Hive, list[Logged]]:
+        with FileSource.open(TINY) as source:
+            return await state_at(source, 45), [entry async for entry in source.events(45)]
+
+    hive, events = asyncio.run(read())
+    found: dict[str, list[pyarrow.RecordBatch]] = {}
+    rows = LogRows(hive, OF_EVENTS, lambda name, batch: found.setdefault(name, []).append(batch))
+    for entry in events:
+        rows.note(entry.seq, entry.event)
+    rows.finish()
+    tables = {name: pyarrow.Table.from_batches(batches) for name, batches in found.items()}
+    assert tables["runs"]["run"].to_pylist() == ["main-1", "main-2"]
+    assert tables["runs"]["model"].to_pylist() == ["tiny", "tiny"]
+    episodes = {row["episode"]: row for row in tables["episodes"].to_pylist()}
+    assert episodes["main-1-12"]["claimed"] is None
+    assert episodes["main-1-12"]["state"] == "trained"
+    assert tables["steps"]["step"].to_pylist() == [2, 1]
+
+
+def test_calls_that_are_gone_are_left_out_with_a_warning(capsys: Capture) -> None:
+    class Purged(FileSource):
+        async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+            return [None if seq <= 5 else body for seq, body in zip(seqs, await super().messages(stream, seqs))]
+
+    with Purged.open(LETTERS) as source, LogDatabase() as database:
+        asyncio.run(database.load(source, {"tokens"}))
+        query = "SELECT count(DISTINCT call), count(*) FILTER (trained IS NULL) FROM tokens"
+        assert database.query(query).fetchone() == (275, 0)
+    assert "5 calls can no longer be read" in capsys.readouterr().err
+
+
 # ---- what is loaded, and what a query may do ----------------------------------------------------------------------
 
 
@@ -125,9 +181,9 @@ def test_stored_calls_are_read_only_for_a_query_that_names_their_tables() -> Non
     reads: list[int] = []
 
     class Counting(FileSource):
-        async def messages(self, stream: str, seqs: object) -> list[bytes | None]:
+        async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
             reads.append(1)
-            return await super().messages(stream, seqs)  # type: ignore[arg-type]
+            return await super().messages(stream, seqs)
 
     with Counting.open(TINY) as source, LogDatabase() as database:
         asyncio.run(database.load(source, OF_EVENTS))
@@ -215,8 +271,8 @@ def test_the_tables_are_described(capsys: Capture) -> None:
     described = capsys.readouterr().out.splitlines()
     for name, table in TABLES.items():
         start = described.index(next(line for line in described if line.startswith(f"{name}: ")))
-        for line, column in zip(described[start + 1 :], table.columns, strict=False):
-            assert line.split()[0] == column.name
+        for line, column in zip(described[start + 1 :], table.types().items(), strict=False):
+            assert tuple(line.split()[:2]) == column
 
 
 # ---- docs/sql.md --------------------------------------------------------------------------------------------------

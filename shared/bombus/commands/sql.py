@@ -21,7 +21,7 @@ from bombus.private import private_folder
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import Source
-from bombus.terminal import complain, json_escaped, say
+from bombus.terminal import complain, escaped, json_escaped, say
 
 DESCRIPTION = """Queries the log of a hive with SQL (DuckDB's): its runs, steps, episodes, calls, exact tokens and
 figures. docs/sql.md has queries for common questions. A query reads no files, and cannot change the hive."""
@@ -57,9 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _described() -> Iterator[str]:
     for name, table in TABLES.items():
         yield f"{name}: {table.about}{' (read from stored calls: slower)' if table.stored else ''}"
-        for column in table.columns:
-            about = f"  {column.about}" if column.about else ""
-            yield f"  {column.name:<18} {str(column.type).removesuffix('[us]'):<20}{about}".rstrip()
+        for column, kind in table.types().items():
+            yield f"  {column:<18} {kind:<8} {table.notes.get(column, '')}".rstrip()
 
 
 async def _query(source: Source, arguments: argparse.Namespace) -> None:
@@ -125,8 +124,7 @@ def _print_table(result: duckdb.DuckDBPyConnection) -> None:
 
 
 def _shown(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else _plain(value)
-    text = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    text = escaped(f"{value:.6g}" if isinstance(value, float) else _plain(value))
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
 
 

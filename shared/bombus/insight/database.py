@@ -15,7 +15,7 @@ import pyarrow as pa
 from bombus.errors import BombusError
 from bombus.hive.records import CallRef
 from bombus.insight.runs import Runs
-from bombus.insight.tables import OF_EVENTS, TABLES, StoredCall, read_rows, read_samples, read_stored_calls
+from bombus.insight.tables import OF_EVENTS, SCHEMAS, StoredCall, read_rows, read_samples, read_stored_calls
 from bombus.private import private_folder
 from bombus.replay.source import Source
 
@@ -62,12 +62,12 @@ class LogDatabase:
         self._batches: dict[str, list[pa.RecordBatch]] = {}  # of tables that are not copied
         self._connection.execute("SET enable_external_access = false")
         self._connection.execute("SET lock_configuration = true")
-        for name, table in TABLES.items():
+        for name, schema in SCHEMAS.items():
             if path is None and name in OF_EVENTS:
                 self._batches[name] = []
-                self._connection.register(name, table.schema.empty_table())
+                self._connection.register(name, schema.empty_table())
             else:
-                self._connection.register("_rows", table.schema.empty_table())
+                self._connection.register("_rows", schema.empty_table())
                 self._connection.execute(f"CREATE TABLE {name} AS FROM _rows")
 
     def __enter__(self) -> Self:
@@ -86,7 +86,7 @@ class LogDatabase:
             self.runs = runs if "metrics" in folded else self.runs
             self._loaded |= folded
             for name in folded & self._batches.keys():
-                rows = pa.Table.from_batches(self._batches[name], TABLES[name].schema)
+                rows = pa.Table.from_batches(self._batches[name], SCHEMAS[name])
                 self._connection.register(name, rows)
         if stored:
             self._loaded |= {"answers", "tokens"}
@@ -148,4 +148,4 @@ def _sentence(error: Exception) -> str:
 
 def tables_in(text: str) -> set[str]:
     """Return the names of tables that occur in a query."""
-    return TABLES.keys() & set(re.findall(r"\w+", text.lower()))
+    return SCHEMAS.keys() & set(re.findall(r"\w+", text.lower()))

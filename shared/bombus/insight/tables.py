@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -29,214 +29,186 @@ from bombus.replay.source import RECORDS_AT_ONCE, Source
 from bombus.terminal import complain
 
 ROWS_AT_ONCE = 32_768  # rows that are kept as Python objects before they become an Arrow batch
-TEXT, INT, REAL, FLAG, BYTES, TIME = pa.string(), pa.int64(), pa.float64(), pa.bool_(), pa.binary(), pa.timestamp("us")
-NUMBERS, COUNTS = pa.map_(TEXT, REAL), pa.map_(TEXT, INT)
+TIME = pa.timestamp("us")  # in UTC
+TYPES = {
+    "text": pa.string(),
+    "int": pa.int64(),
+    "real": pa.float64(),
+    "flag": pa.bool_(),
+    "bytes": pa.binary(),
+    "time": TIME,
+    "ints": pa.list_(pa.int64()),
+    "reals": pa.list_(pa.float64()),
+    "counts": pa.map_(pa.string(), pa.int64()),
+    "numbers": pa.map_(pa.string(), pa.float64()),
+}
 _NS = pa.timestamp("ns")
 
 Write = Callable[[str, pa.RecordBatch], None]
 Row = tuple[Any, ...]
 
 
-class TableColumn(NamedTuple):
-    name: str
-    type: pa.DataType
-    about: str = ""
-
-
 class TableOfLog(NamedTuple):
-    """A table. `stored` says that its rows are read from stored calls, which takes far longer than events."""
+    """A table: its `columns` with their types (`text` if none is given), and `notes` on some of them.
+
+    `stored` says that its rows are read from stored calls, which takes far longer than events.
+    """
 
     about: str
-    columns: tuple[TableColumn, ...]
+    columns: str
+    notes: Mapping[str, str] = {}
     stored: bool = False
 
-    @property
-    def schema(self) -> pa.Schema:
-        return pa.schema([(column.name, column.type) for column in self.columns])
+    def types(self) -> dict[str, str]:
+        """Return the type of each column, by name."""
+        parts = (column.split() for column in self.columns.split(", "))
+        return {name: kind[0] if kind else "text" for name, *kind in parts}
 
 
-_C = TableColumn
-_RUN = _C("run", TEXT, "such as `main-2`: run 2 of engine main")
-_EPISODE = _C("episode", TEXT)
-_STEP = _C("step", INT)
 TABLES = {
     "runs": TableOfLog(
         "the runs of all engines",
-        (
-            _RUN,
-            _C("engine", TEXT),
-            _C("number", INT),
-            _C("kind", TEXT, "job, operations (for training clients), or outside (an outside trainer)"),
-            _C("model", TEXT),
-            _C("state", TEXT, "running, suspended, stopped, failed, or over (a later run has begun)"),
-            _C("reason", TEXT, "why it was suspended or has failed"),
-            _C("started", TIME),
-            _C("ended", TIME),
-            _C("begun", TEXT, "the checkpoint at which it began"),
-            _C("config", TEXT, "the job as JSON"),
-        ),
+        "run, engine, number int, kind, model, state, reason, started time, ended time, begun, config",
+        {
+            "run": "such as `main-2`: run 2 of engine main, here and in all tables",
+            "kind": "job, operations (for training clients), or outside (an outside trainer)",
+            "state": "running, suspended, stopped, failed, or over (a later run has begun)",
+            "reason": "why it was suspended or has failed",
+            "begun": "the checkpoint at which it began",
+            "config": "the job as JSON",
+        },
     ),
     "events": TableOfLog(
         "every event of the log",
-        (
-            _C("seq", INT, "the position in the log"),
-            _C("time", TIME, "in UTC, as all times"),
-            _C("engine", TEXT),
-            _C("run", TEXT, "NULL for an event that belongs to no run"),
-            _C("kind", TEXT, "such as `episode.ended`: see docs/log.md"),
-            _C("json", TEXT, "the whole event: `json ->> '$.field'`"),
-        ),
+        "seq int, time time, engine, run, kind, json",
+        {
+            "seq": "the position in the log",
+            "time": "in UTC, as all times",
+            "run": "NULL for an event that belongs to no run",
+            "kind": "such as `episode.ended`: see docs/log.md",
+            "json": "the whole event: `json ->> '$.field'`",
+        },
     ),
     "episodes": TableOfLog(
         "every episode, with its end and what became of it",
-        (
-            _RUN,
-            _EPISODE,
-            _C("type", TEXT, "train or eval"),
-            _C("client", TEXT),
-            _C("owner", TEXT, "the name of the client's key"),
-            _C("task", TEXT),
-            _C("data_set", TEXT),
-            _C("state", TEXT, "open, ended, aborted, trained (by a completed step), dropped, taken, or grouped"),
-            _C("reason", TEXT, "why it was aborted or dropped"),
-            _C("failure", TEXT, "what made it fail, or the budget that it used up"),
-            _C("detail", TEXT, "what the client said when it aborted the episode"),
-            _C("claimed", TIME),
-            _C("ended", TIME, "when it ended or was aborted"),
-            _C("seconds", REAL, "from claim to end"),
-            _C("reward", REAL),
-            _C("is_success", FLAG),
-            _C("version", INT, "the policy version at its claim"),
-            _C("oldest", INT, "the oldest version among its tokens"),
-            _C("calls", INT, "complete calls, without auxiliary ones"),
-            _C("completion_tokens", INT, "of its complete calls"),
-            _C("step", INT, "the step whose batch it was in"),
-            _C("fates", COUNTS, "tokens by what the step did with them, such as `trained`: as `bombus audit`"),
-            _C("reported", NUMBERS, "the metrics that the client reported: `reported['format']`"),
-            _C("call_rewards", pa.list_(REAL)),
-            _C("metadata", TEXT, "the client's metadata as JSON"),
-        ),
+        "run, episode, type, client, owner, task, data_set, state, reason, failure, detail, claimed time, "
+        "ended time, seconds real, reward real, is_success flag, version int, oldest int, calls int, "
+        "completion_tokens int, step int, fates counts, reported numbers, call_rewards reals, metadata",
+        {
+            "type": "train or eval",
+            "owner": "the name of the client's key",
+            "state": "open, ended, aborted, trained (by a completed step), dropped, taken, or grouped",
+            "reason": "why it was aborted or dropped",
+            "failure": "what made it fail, or the budget that it used up",
+            "detail": "what the client said when it aborted the episode",
+            "ended": "when it ended or was aborted",
+            "seconds": "from claim to end",
+            "version": "the policy version at its claim",
+            "oldest": "the oldest version among its tokens",
+            "calls": "complete calls, without auxiliary ones",
+            "completion_tokens": "of its complete calls",
+            "step": "the step whose batch it was in",
+            "fates": "tokens by what the step did with them, such as `trained`: as `bombus audit`",
+            "reported": "the metrics that the client reported: `reported['format']`",
+            "metadata": "the client's metadata as JSON",
+        },
     ),
     "calls": TableOfLog(
         "every recorded call, without its tokens",
-        (
-            _C("seq", INT, "the event that noted it"),
-            _C("time", TIME),
-            _RUN,
-            _C("episode", TEXT, "'' for recorded samples of a training client"),
-            _C("call", TEXT, "its id"),
-            _C("outcome", TEXT, "complete, cut off, late (after its episode), or auxiliary (not trained on)"),
-            _C("prompt_tokens", INT),
-            _C("completion_tokens", INT),
-            _C("oldest", INT, "the oldest policy version among its tokens"),
-            _C("newest", INT, "the newest"),
-            _C("merged", FLAG, "it extended an earlier call token for token"),
-            _C("incomplete", FLAG, "part of its conversation is missing from its prompt"),
-            _C("bytes", INT, "the size of its record"),
-            _C("sampler", TEXT, "the address of the adapter that sampled it"),
-            _C("place", INT, "the number of its record in the stream of calls"),
-            _C("digest", BYTES, "of its record"),
-        ),
+        "seq int, time time, run, episode, call, outcome, prompt_tokens int, completion_tokens int, oldest int, "
+        "newest int, merged flag, incomplete flag, bytes int, sampler, place int, digest bytes",
+        {
+            "seq": "the event that noted it",
+            "episode": "'' for recorded samples of a training client",
+            "call": "its id",
+            "outcome": "complete, cut off, late (after its episode), or auxiliary (not trained on)",
+            "oldest": "the oldest policy version among its tokens",
+            "newest": "the newest",
+            "merged": "it extended an earlier call token for token",
+            "incomplete": "part of its conversation is missing from its prompt",
+            "bytes": "the size of its record",
+            "sampler": "the address of the adapter that sampled it",
+            "place": "the number of its record in the stream of calls",
+            "digest": "of its record",
+        },
     ),
     "groups": TableOfLog(
         "the groups of each step's batch of episodes",
-        (
-            _RUN,
-            _STEP,
-            _C("group", INT, "its place in the batch, from 0"),
-            _C("task", TEXT),
-            _C("data_set", TEXT),
-            _C("episodes", INT),
-            _C("reward", REAL, "the mean"),
-            _C("lowest", REAL),
-            _C("highest", REAL),
-            _C("has_signal", FLAG, "its rewards differ; NULL for a group of one"),
-        ),
+        "run, step int, group int, task, data_set, episodes int, reward real, lowest real, highest real, "
+        "has_signal flag",
+        {
+            "group": "its place in the batch, from 0",
+            "reward": "the mean",
+            "has_signal": "its rewards differ; NULL for a group of one",
+        },
     ),
     "steps": TableOfLog(
         "the steps whose batches were sealed, complete or not; `metrics` has their figures",
-        (
-            _RUN,
-            _STEP,
-            _C("sealed_seq", INT, "the event that sealed its batch"),
-            _C("sealed", TIME),
-            _C("done_seq", INT, "the event that completed it"),
-            _C("done", TIME),
-            _C("groups", INT),
-            _C("episodes", INT),
-            _C("fates", COUNTS, "the tokens of its batch by what it did with them"),
-            _C("left_out", INT, "episodes of the batch that it left out"),
-            _C("checkpoint", TEXT),
-        ),
+        "run, step int, sealed_seq int, sealed time, done_seq int, done time, groups int, episodes int, fates "
+        "counts, left_out int, checkpoint",
+        {
+            "sealed_seq": "the event that sealed its batch",
+            "done_seq": "the event that completed it",
+            "fates": "the tokens of its batch by what it did with them",
+            "left_out": "episodes of the batch that it left out",
+        },
     ),
     "metrics": TableOfLog(
         "the figures of each step of a job, as on the page and in reports; figures of evaluations are `held_out/...`",
-        (_RUN, _C("step", INT, "of an evaluation: the policy version"), _C("name", TEXT), _C("value", REAL)),
+        "run, step int, name, value real",
+        {
+            "step": "of an evaluation: the policy version",
+        },
     ),
     "answers": TableOfLog(
         "the sampled answers: one for each choice of each call",
-        (
-            _RUN,
-            _EPISODE,
-            _C("call", TEXT),
-            _C("choice", INT),
-            _C("tokens", INT),
-            _C("reasoning_tokens", INT),
-            _C("finish", TEXT, "stop, length or tool_calls"),
-            _C("cut_by", TEXT, "the limit that cut it: turn, episode, job, context, replica, or request (its own)"),
-            _C("text", TEXT, "its content, without tool calls and reasoning"),
-            _C("temperature", REAL),
-            _C("received", TIME, "when the gateway received the call"),
-            _C("first_token_s", REAL, "seconds from then to the first token"),
-            _C("seconds", REAL, "and to the last"),
-            _C("replica", TEXT),
-        ),
+        "run, episode, call, choice int, tokens int, reasoning_tokens int, finish, cut_by, text, temperature "
+        "real, received time, first_token_s real, seconds real, replica",
+        {
+            "finish": "stop, length or tool_calls",
+            "cut_by": "the limit that cut it: turn, episode, job, context, replica, or request (its own)",
+            "text": "its content, without tool calls and reasoning",
+            "received": "when the gateway received the call",
+            "first_token_s": "seconds from then to the first token",
+            "seconds": "and to the last",
+        },
         stored=True,
     ),
     "tokens": TableOfLog(
         "every sampled token, exactly as it was recorded",
-        (
-            _RUN,
-            _EPISODE,
-            _C("call", TEXT),
-            _C("choice", INT),
-            _C("position", INT, "in its answer, from 0"),
-            _C("id", INT),
-            _C("logprob", REAL, "the sampler's"),
-            _C("version", INT, "the policy version that sampled it"),
-            _C("trained", FLAG, "NULL if the step masked some tokens of the episode and the log does not say which"),
-        ),
+        "run, episode, call, choice int, position int, id int, logprob real, version int, trained flag",
+        {
+            "position": "in its answer, from 0",
+            "logprob": "the sampler's",
+            "version": "the policy version that sampled it",
+            "trained": "NULL if the step masked some tokens of the episode and the log does not say which",
+        },
         stored=True,
     ),
     "samples": TableOfLog(
         "the sequences that each step trained on, as `bombus replay batch` writes them (needs the extra `trainer`)",
-        (
-            _RUN,
-            _STEP,
-            _C("sample", INT, "its place in the batch"),
-            _C("group", INT),
-            _C("task", TEXT),
-            _EPISODE,
-            _C("branch", INT),
-            _C("reward", REAL),
-            _C("status", TEXT, "completed or truncated"),
-            _C("prompt", TEXT),
-            _C("response", TEXT, "from the first trained token on"),
-            _C("tokens", pa.list_(INT), "of prompt and response"),
-            _C("loss_mask", pa.list_(INT), "of the response, as the rest"),
-            _C("logprobs", pa.list_(REAL)),
-            _C("advantages", pa.list_(REAL)),
-            _C("versions", pa.list_(INT), "-1 for tokens that were not sampled"),
-        ),
+        "run, step int, sample int, group int, task, episode, branch int, reward real, status, prompt, response, "
+        "tokens ints, loss_mask ints, logprobs reals, advantages reals, versions ints",
+        {
+            "sample": "its place in the batch",
+            "status": "completed or truncated",
+            "response": "from the first trained token on",
+            "tokens": "of prompt and response",
+            "loss_mask": "of the response, as the rest",
+            "versions": "-1 for tokens that were not sampled",
+        },
         stored=True,
     ),
+}
+SCHEMAS = {
+    name: pa.schema([(column, TYPES[kind]) for column, kind in table.types().items()]) for name, table in TABLES.items()
 }
 OF_EVENTS = frozenset(name for name, table in TABLES.items() if not table.stored)
 
 
 def batch_of(name: str, columns: Iterable[Sequence[Any]]) -> pa.RecordBatch:
     """Return a batch of a table's rows. Times are given in nanoseconds since the epoch."""
-    schema = TABLES[name].schema
+    schema = SCHEMAS[name]
     arrays = [
         pa.array(values, _NS).cast(TIME, safe=False) if field.type == TIME else pa.array(values, field.type)
         for field, values in zip(schema, columns, strict=True)
@@ -292,7 +264,7 @@ class LogRows:
         self._handlers = _HANDLERS if {*wanted} - {"events", "metrics"} else {}
         self._json = msgspec.json.Encoder().encode
         self._configured: dict[str, ev.EngineConfigured] = {}
-        self._begun: dict[str, list[Any]] = {}  # rows of `runs`
+        self._begun: dict[str, dict[str, Any]] = {}  # rows of `runs`
         self._current: dict[str, str] = {}  # the newest run of each engine
         self._episodes: dict[str, EpisodeOfLog] = {}  # those that may still change
         self._sealed: dict[str, tuple[ev.BatchReady, int]] = {}
@@ -321,7 +293,7 @@ class LogRows:
             self._add_step(run, batch, seq, None, 0)
         for name in [*self._episodes]:
             self._close(name)
-        self._rows["runs"] += map(tuple, self._begun.values())
+        self._rows["runs"] += (tuple(row.values()) for row in self._begun.values())
         for series in self.runs.series.values():
             figures = [(row.step, step_metrics(row)) for row in series.steps]
             figures += evaluation_metrics(series.evaluated).items()
@@ -340,21 +312,34 @@ class LogRows:
         self._configured[event.engine] = event
 
     def _start(self, run: str, seq: int, event: ev.EngineStarted) -> None:
-        if (before := self._begun.get(self._current.get(event.engine, ""))) is not None and before[8] is None:
-            before[5], before[8] = "over", event.at_ns
+        before = self._begun.get(self._current.get(event.engine, ""))
+        if before is not None and before["ended"] is None:
+            before |= {"state": "over", "ended": event.at_ns}
         run = self._current[event.engine] = f"{event.engine}-{event.run}"
-        kind = "outside" if is_trained_elsewhere(event) else "operations" if event.base else "job"
-        config = self._configured.get(event.engine)
-        model, job = (event.base, None) if config is None or kind != "job" else (config.model, config.config)
-        begun = where_begun(event) or None
-        self._begun[run] = [
-            run, event.engine, event.run, kind, model, "running", None, event.at_ns or None, None, begun, job
-        ]  # fmt: skip
+        config, kind = self._configured.get(event.engine), "job"
+        if is_trained_elsewhere(event):
+            config, kind = None, "outside"
+        elif event.base:
+            config, kind = None, "operations"
+        self._begun[run] = {
+            "run": run,
+            "engine": event.engine,
+            "number": event.run,
+            "kind": kind,
+            "model": event.base or None if config is None else config.model,
+            "state": "running",
+            "reason": None,
+            "started": event.at_ns or None,
+            "ended": None,
+            "begun": where_begun(event) or None,
+            "config": None if config is None else config.config,
+        }
 
     def _change(self, run: str, seq: int, event: ev.AnyEvent) -> None:
         if (row := self._begun.get(run)) is not None:
-            row[5], row[6] = _STATES[type(event)], getattr(event, "reason", None)
-            row[8] = event.at_ns if row[5] in ("stopped", "failed") else None
+            state = _STATES[type(event)]
+            is_over = state in ("stopped", "failed")
+            row |= {"state": state, "reason": getattr(event, "reason", None), "ended": event.at_ns if is_over else None}
 
     # ---- episodes and calls ---------------------------------------------------------------------------------------
 
@@ -566,7 +551,7 @@ async def read_stored_calls(source: Source, episodes: Iterable[Sequence[StoredCa
     for part in _parts(episodes):
         records = iter(await _records(source, [call.ref for calls in part for call in calls]))
         answers: list[Row] = []
-        tokens: list[list[Any]] = [[] for _ in TABLES["tokens"].columns]
+        tokens: list[list[Any]] = [[] for _ in SCHEMAS["tokens"]]
         for calls in part:
             found = [next(records) for _ in calls]
             trained = _is_trained(calls, found)
@@ -582,7 +567,9 @@ async def read_stored_calls(source: Source, episodes: Iterable[Sequence[StoredCa
             write("answers", batch_of("answers", zip(*answers)))
             write("tokens", batch_of("tokens", tokens))
     if lost:
-        complain(f"{counted(lost, 'call')} of {source.title} can no longer be read, and is left out of these tables")
+        complain(
+            f"{counted(lost, 'call')} can no longer be read from {source.title}: these tables lack what they sampled"
+        )
 
 
 def _parts(episodes: Iterable[Sequence[StoredCall]]) -> Iterator[list[Sequence[StoredCall]]]:
