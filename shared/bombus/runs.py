@@ -26,7 +26,8 @@ from bombus.insight.charts import OF, Axis, Chart, Spec, points, spec
 from bombus.insight.database import LogDatabase, tables_in
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import read_answers, read_runs
-from bombus.insight.tables import OF_EVENTS, SCHEMAS, read_samples, read_stored_calls
+from bombus.insight.stored import read_samples, read_stored_calls
+from bombus.insight.tables import OF_EVENTS, SCHEMAS
 from bombus.replay.diagnosis.diagnose import diagnose
 from bombus.replay.diagnosis.findings import RunFinding
 from bombus.replay.diagnosis.steps import RunSeries

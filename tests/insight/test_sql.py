@@ -21,8 +21,9 @@ from bombus.hive.events import EpisodeClaimed
 from bombus.hive.state import Hive
 from bombus.insight.database import LogDatabase, tables_in
 from bombus.insight.metrics import evaluation_metrics, step_metrics
+from bombus.insight.rows import EpisodeOfLog, LogRows
 from bombus.insight.runs import read_runs
-from bombus.insight.tables import OF_EVENTS, TABLES, EpisodeOfLog, LogRows
+from bombus.insight.tables import OF_EVENTS, TABLES
 from bombus.replay.archive import FileSource
 from bombus.replay.audit import Audit
 from bombus.replay.source import Logged, state_at

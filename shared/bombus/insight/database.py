@@ -14,8 +14,10 @@ import pyarrow as pa
 
 from bombus.errors import BombusError
 from bombus.hive.records import CallRef
+from bombus.insight.rows import read_rows
 from bombus.insight.runs import Runs
-from bombus.insight.tables import OF_EVENTS, SCHEMAS, StoredCall, read_rows, read_samples, read_stored_calls
+from bombus.insight.stored import StoredCall, read_samples, read_stored_calls
+from bombus.insight.tables import OF_EVENTS, SCHEMAS
 from bombus.private import private_folder
 from bombus.replay.source import Source
 
