@@ -26,13 +26,14 @@ class Mlflow:
 
     def open(self, run: TrackedRun, folder: Path) -> int:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # it would try for minutes, and we try again
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 
         self._metric, self._tag = Metric, RunTag
         shared = folder.parents[1]
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-        self._client = client = MlflowClient(uri or _database(shared / "mlflow.db"))
+        self._client = client = MlflowClient(uri or _database(shared / "mlflow.db", folder / "draft.db"))
         found = client.get_experiment_by_name(run.project)
         place = None if uri else (shared / "mlflow-artifacts").absolute().as_uri()
         experiment = found.experiment_id if found else client.create_experiment(run.project, artifact_location=place)
@@ -63,14 +64,13 @@ class Mlflow:
         self._client.set_terminated(self._id)
 
 
-def _database(path: Path) -> str:
+def _database(path: Path, draft: Path) -> str:
     """Return the address of a database, which is made if it does not exist.
 
     MLflow cannot open one any more that was being made when its process was killed, so it appears once it is complete.
     """
     from mlflow import MlflowClient
 
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
     with _MAKING:
         if not path.exists():
             draft.unlink(missing_ok=True)

@@ -28,7 +28,13 @@ class Wandb:
         if not self.continues:
             shutil.rmtree(folder / "wandb", ignore_errors=True)
         quiet = wandb.Settings(
-            console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True, x_disable_stats=True
+            console="off",
+            disable_git=True,
+            save_code=False,
+            silent=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
         )
         self._run = wandb.init(
             project=run.project,
