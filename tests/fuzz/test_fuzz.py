@@ -55,6 +55,7 @@ DECODING = {
     "bombus/hive/records.py": "call record",
     "bombus/hive/status/data.py": OWN,
     "bombus/insight/record.py": OWN,
+    "bombus/insight/trackers/ledger.py": OWN,
     "bombus/hive/trajectories/records.py": "rollout group",
     "bombus/hive/trajectories/training.py": "atropos trained group",
     "bombus/host/doctor_streams.py": SERVER,

@@ -52,7 +52,7 @@ async def test_the_page_draws_the_figures_of_the_log(of_the_log: tuple[Figures, 
 
 def test_the_report_prints_the_figures_of_the_log(tmp_path: Path, of_the_log: tuple[Figures, Figures]) -> None:
     assert main(["report", RUN, "--log", str(TINY), "--out", str(tmp_path / "r.html")]) == 0
-    printed = {}
+    printed: dict[tuple[int, str], str] = {}
     for head, row in with_heads(Page((tmp_path / "r.html").read_text()).rows):
         if head and len(head) == len(row):
             printed |= {(int(row[0]), name): cell for name, cell in zip(head[1:], row[1:], strict=True) if cell}

@@ -25,7 +25,7 @@ from bombus.insight.rows import EpisodeOfLog, LogRows
 from bombus.insight.runs import read_runs
 from bombus.insight.tables import OF_EVENTS, TABLES
 from bombus.replay.archive import FileSource
-from bombus.replay.audit import Audit
+from bombus.replay.audit.audit import Audit
 from bombus.replay.source import Logged, state_at
 from tests.insight.record import LOG as LETTERS
 from tests.logs.facts import TINY

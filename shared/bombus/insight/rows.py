@@ -19,7 +19,7 @@ from bombus.hive.rewards import have_signal
 from bombus.hive.state import Hive
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import Runs
-from bombus.insight.tables import OF_EVENTS, Row, Write, batch_of
+from bombus.insight.tables import OF_EVENTS, TableRow, Write, batch_of
 from bombus.replay.audit.audit import CALLS_KEPT
 from bombus.replay.logged_run import is_trained_elsewhere
 from bombus.replay.source import Source
@@ -69,7 +69,7 @@ class LogRows:
         self.runs = Runs(hive)
         self._figures = "metrics" in wanted
         self._write = write
-        self._rows: dict[str, list[Row]] = {name: [] for name in OF_EVENTS}
+        self._rows: dict[str, list[TableRow]] = {name: [] for name in OF_EVENTS}
         self._wanted = wanted
         self._events = self._rows["events"] if "events" in wanted else None
         self._handlers = _HANDLERS if {*wanted} - {"events", "metrics"} else {}

@@ -11,7 +11,7 @@ from bombus.datums.call_sequences import is_learnt, learnt_tokens
 from bombus.errors import LogCorrupted
 from bombus.figures import counted, seconds_between
 from bombus.hive.records import CallRecord, CallRef, Choice, decode_record, unpack_logprobs
-from bombus.insight.tables import SCHEMAS, Row, Write, batch_of
+from bombus.insight.tables import SCHEMAS, TableRow, Write, batch_of
 from bombus.replay.logged_run import read_run
 from bombus.replay.source import RECORDS_AT_ONCE, Source
 from bombus.terminal import complain
@@ -37,7 +37,7 @@ async def read_stored_calls(source: Source, episodes: Iterable[Sequence[StoredCa
     lost = 0
     for part in _parts(episodes):
         records = iter(await _records(source, [call.ref for calls in part for call in calls]))
-        answers: list[Row] = []
+        answers: list[TableRow] = []
         tokens: list[list[Any]] = [[] for _ in SCHEMAS["tokens"]]
         for calls in part:
             found = [next(records) for _ in calls]
@@ -91,7 +91,7 @@ def _is_trained(calls: Sequence[StoredCall], records: Sequence[CallRecord | None
     return True if first.trained == sum(known) else None
 
 
-def _answer(record: CallRecord, choice: Choice) -> Row:
+def _answer(record: CallRecord, choice: Choice) -> TableRow:
     timings = record.timings
     return (
         len(choice.tokens) // 4,
@@ -112,7 +112,9 @@ def _content(choice: Choice) -> str | None:
     return content if content is None or isinstance(content, str) else msgspec.json.encode(content).decode()
 
 
-def _add_tokens(columns: list[list[Any]], place: Row, record: CallRecord, choice: Choice, trained: bool | None) -> None:
+def _add_tokens(
+    columns: list[list[Any]], place: TableRow, record: CallRecord, choice: Choice, trained: bool | None
+) -> None:
     ids = choice.token_ids()
     versions: list[int | None] = [None] * len(ids)
     for span in choice.spans:
@@ -146,7 +148,7 @@ async def read_samples(source: Source, run: str, steps: Collection[int] = ()) ->
     return found
 
 
-def _sample(run: str, step: int, sample: Any) -> Row:
+def _sample(run: str, step: int, sample: Any) -> TableRow:
     ours = sample.metadata["bombus"]
     place = (run, step, sample.index, sample.group_index, ours["task"], ours["episode"], ours["branch"])
     texts = (sample.reward, str(sample.status), sample.prompt, sample.response)

@@ -21,7 +21,7 @@ TYPES = {
 _NS = pa.timestamp("ns")
 
 Write = Callable[[str, pa.RecordBatch], None]
-Row = tuple[Any, ...]
+TableRow = tuple[Any, ...]
 
 
 class TableOfLog(NamedTuple):
