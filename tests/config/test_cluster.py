@@ -430,7 +430,8 @@ def test_what_cannot_run_here_is_refused_before_the_start(tmp_path: Path, monkey
 
 def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cluster.yaml"
-    two = {"engines": {"big": {"trainer": {}, "inference": [{"count": 3}]}, "small": {"trainer": {}}}}
+    two: dict[str, Any] = {"engines": {"big": {"trainer": {}, "inference": [{"count": 3}]}, "small": {"trainer": {}}}}
+    two["web"] = {"enabled": False}
     file.write_text(yaml.safe_dump({"hive": "lab", "gateway": {"port": 99}, "data_dir": "here", **two}))
     lines = dry_run(capsys, "--config", str(file))
     assert len(lines) == 1 + 2 + 3 + 1

@@ -9,6 +9,7 @@ from bombus.bus_address import VARIABLE, has_login
 from bombus.cli import add_log_argument
 from bombus.commands.deployment import add_deployment_arguments, deployment, tell_ignored
 from bombus.config.flags import check_range
+from bombus.host.doctor import missing_packages
 from bombus.host.layout import Layout, check_can_start, services
 from bombus.host.supervisor import Supervisor
 from bombus.machine.hive_keys import add_key_arguments, keys_for
@@ -44,6 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_range("--nats-port", arguments.nats_port, 0, 65_535)
     cluster, jobs = deployment(arguments)
     logs.configure("up", arguments.log_level, hive=cluster.hive)
+    web = cluster.web.enabled and not missing_packages("insight")
+    if web:
+        arguments.host = cluster.web.host
+        keys_for(arguments, needed=("admin",))
     arguments.host = cluster.gateway.host
     layout = Layout(
         cluster=cluster,
@@ -53,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         log_level=arguments.log_level,
         keys=keys_for(arguments),
         trusted_network=arguments.trusted_network,
+        web=web,
     )
     planned = services(layout, cluster.nats or "nats://127.0.0.1:PORT")
     tell_ignored(jobs)

@@ -18,6 +18,7 @@ from bombus.replay.running import reported
 from bombus.terminal import say
 
 PORT = 8265
+SEEN_AT = "the page is at"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a name by which browsers reach the page (repeatable); without a key, names other than localhost and its "
         "address are refused",
     )
+    parser.add_argument("--reuse-port", action="store_true", help="let other processes of this machine use the port")
     add_key_arguments(parser)
     add_log_argument(parser)
 
@@ -53,12 +55,12 @@ async def _check(arguments: argparse.Namespace) -> None:
 
 
 async def _serve(arguments: argparse.Namespace, keys: HiveKeys) -> None:
-    bound = listen(arguments.host, arguments.port)
+    bound = listen(arguments.host, arguments.port, arguments.reuse_port)
     watch = LogWatch(partial(open_source, arguments))
     app = with_headers(guarded(create_app(watch), keys, bound, arguments.host_name))
     async with http_server(app, bound, drain_s=0, cut_off=watch.stop_viewing) as serving:
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-        say(f"the page is at http://{host}:{bound.getsockname()[1]}/", flush=True)
+        say(f"{SEEN_AT} http://{host}:{bound.getsockname()[1]}/", flush=True)
         try:
             await serving
         finally:

@@ -22,6 +22,7 @@ from bombus.config.parts import (
     MetricsOptions,
     Part,
     TrainerPart,
+    WebPart,
 )
 from bombus.config.streams import StreamLimits
 from bombus.errors import Refused
@@ -63,6 +64,7 @@ class Cluster(MetricsOptions, Part):
     ] = "process"
     gateway: GatewayPart = GatewayPart()
     coordinator: CoordinatorPart = CoordinatorPart()
+    web: WebPart = WebPart()
     streams: StreamLimits = StreamLimits()
     engines: dict[str, EnginePart] = Field(min_length=1, max_length=PROCESSES_MAX)
 

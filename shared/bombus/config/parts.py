@@ -123,6 +123,16 @@ class GatewayPart(GatewayOptions, Part):
     count: Annotated[Count, NoFlag()] = 1
 
 
+class WebPart(Part):
+    """The page that shows the hive in a browser (see [web.md](web.md)), if the packages of `bombus[insight]` are
+    installed. If the port is taken, any free one is used. Beyond loopback it needs the admin key.
+    """
+
+    enabled: bool = True
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
+    port: int = Field(default=8265, ge=0, le=65_535, description="0: any free port")
+
+
 class LogOptions(Part):
     """Options for compacting a growing log. Used in cluster files and by the flags of `bombus coordinator`."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from bombus.errors import BombusError
 from bombus.machine.process import free_port, kill
 from bombus.private import private_folder
+from bombus.terminal import say
 
 READY_S = 180.0
 STOP_S = 60.0
@@ -58,6 +59,8 @@ async def _url(process: asyncio.subprocess.Process, log_path: Path) -> str:
     try:
         async with asyncio.timeout(READY_S):
             while line := await process.stdout.readline():
+                if line.startswith(b"the page is at "):
+                    say(line.decode().strip())
                 if line.startswith(b"ready "):
                     return line.split()[1].decode()
     except TimeoutError:

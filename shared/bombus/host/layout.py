@@ -66,6 +66,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     keys: HiveKeys = HiveKeys()
     trusted_network: bool = False  # gateways may listen anywhere without keys
+    web: bool = False  # whether the page in the browser is served
     rendezvous: Rendezvous | None = None  # set if the trainer's ranks are on several machines
 
     @property
@@ -177,6 +178,10 @@ def services(layout: Layout, nats: str) -> list[Service]:
         tracking = {name: os.environ[name] for name in TRACKER_KEYS if name in os.environ}
         folder = str((layout.data_dir / "trackers").absolute())
         found.append(service("track", "track", "--follow", "--folder", folder, more=tracking))
+    if layout.web:
+        shown = ["--host", cluster.web.host, "--port", str(cluster.web.port), "--reuse-port"]
+        shown += ["--trusted-network"] if layout.trusted_network else []
+        found.append(service("web", "web", *shown, more=keys))
     return found
 
 

@@ -25,6 +25,7 @@ from bombus.bus.follow import Follower
 from bombus.bus_address import without_login
 from bombus.cli import URL_FILE
 from bombus.config.job import RunConfig
+from bombus.config.parts import Part
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Hive
@@ -42,7 +43,7 @@ HEALTHY_S = 10.0  # after a run of this length, the pause is reset to the shorte
 STOP_S = 20.0
 READY_S = 180.0
 SLOW_S = 2.0  # time after which a message says what is delaying the stop
-STOP_ORDER = (("gateway",), ("inference", "trainer"), ("track", "coordinator"))
+STOP_ORDER = (("gateway", "web"), ("inference", "trainer"), ("track", "coordinator"))
 LOCK = "up"
 WAITS_FOR = {
     "gateway": "to end its open calls",
@@ -50,6 +51,7 @@ WAITS_FOR = {
     "trainer": "to reach a good stopping point",
     "coordinator": "to store a snapshot",
     "track": "to close its trackers",
+    "web": "to end its answers",
 }
 
 
@@ -139,7 +141,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Start everything, announce when it is ready, and keep it running. Stop everything when cancelled."""
-        with hold_folder(self.layout.data_dir) as held:
+        with hold_folder(self.layout.data_dir) as held, self._web_port():
             gateway = self.cluster.gateway
             if not gateway.count:
                 await self._run()
@@ -154,9 +156,26 @@ class Supervisor:
 
     def _listen_at(self, port: int) -> None:
         """Set the gateways' port to the free port that was found."""
-        gateway = self.cluster.gateway.model_copy(update={"port": port})
-        self.cluster = self.cluster.model_copy(update={"gateway": gateway})
+        self._set_cluster(gateway=self.cluster.gateway.model_copy(update={"port": port}))
+
+    def _set_cluster(self, **parts: Part) -> None:
+        self.cluster = self.cluster.model_copy(update=parts)
         self.layout = msgspec.structs.replace(self.layout, cluster=self.cluster)
+
+    @contextlib.contextmanager
+    def _web_port(self) -> Iterator[None]:
+        """Reserve the port of the page, or a free one if another process has it."""
+        if not self.layout.web:
+            yield
+            return
+        web = self.cluster.web
+        with contextlib.ExitStack() as held:
+            try:
+                port = held.enter_context(hold_port(web.host, web.port))
+            except Refused:
+                port = held.enter_context(hold_port(web.host, 0))
+            self._set_cluster(web=web.model_copy(update={"port": port}))
+            yield
 
     async def _run(self) -> None:
         nats = self.cluster.nats or await self._start_server()

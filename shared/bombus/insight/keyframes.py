@@ -10,7 +10,7 @@ from bombus.replay.source import NotOnLog, Source
 EVENTS_APART = 2_048
 BYTES_MAX = 256 << 20  # compressed, in a temporary file
 # How many bytes of a state can be encoded while one event is folded: a large state is kept less often.
-BYTES_PER_EVENT = 512
+BYTES_PER_EVENT = 2_048
 
 
 class Keyframes:

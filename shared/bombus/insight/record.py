@@ -2,8 +2,8 @@
 
 from array import array
 from bisect import bisect_right
-from collections import deque
-from typing import Self
+from collections.abc import Sequence
+from typing import Self, cast
 
 import msgspec
 
@@ -12,7 +12,9 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import Hive
 from bombus.hive.why.links import LastEvents
 from bombus.insight.runs import Runs
-from bombus.replay.diagnosis.steps import RunSeries
+from bombus.replay.diagnosis.diagnose import at_step, merged
+from bombus.replay.diagnosis.findings import RunFinding
+from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 
 SECOND = 1_000_000_000
 SECONDS_KEPT = 60
@@ -48,7 +50,7 @@ class Moment:
         self.position = position
         self.now_ns = hive.now_ns
         self.last = last or LastEvents()
-        self.seconds: dict[str, deque[SecondLoad]] = {}
+        self.seconds: dict[str, list[SecondLoad]] = {}
 
     def fold(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
         """Fold the event at `position`, which was stored at `stored_ns`."""
@@ -65,12 +67,11 @@ class Moment:
             self._second(event).episodes += len(event.outcomes)
 
     def _second(self, event: ev.CallsNoted | ev.EpisodeEnded) -> SecondLoad:
-        seconds = self.seconds.get(event.engine)
-        if seconds is None:
-            seconds = self.seconds[event.engine] = deque(maxlen=SECONDS_KEPT)
+        seconds = self.seconds.setdefault(event.engine, [])
         second = event.at_ns // SECOND
         if not seconds or seconds[-1].second < second:
             seconds.append(SecondLoad(second))
+            del seconds[:-SECONDS_KEPT]
         return seconds[-1]
 
     def per_second(self, engine: str, now_ns: int, window_s: int = 10) -> tuple[float, float]:
@@ -85,8 +86,8 @@ class Moment:
                 hive=self.hive,
                 position=self.position,
                 now_ns=self.now_ns,
-                seconds={name: list(kept) for name, kept in self.seconds.items()},
-                last=self.last.events,
+                seconds=self.seconds,
+                last=cast(list[ev.AnyEvent], self.last.events),
                 anew_ns=self.last.anew_ns,
             )
         )
@@ -95,8 +96,7 @@ class Moment:
     def decode(cls, body: bytes) -> Self:
         found = _decoder.decode(body)
         moment = cls(found.hive, found.position, LastEvents(found.last, found.anew_ns))
-        moment.now_ns = found.now_ns
-        moment.seconds = {name: deque(kept, maxlen=SECONDS_KEPT) for name, kept in found.seconds.items()}
+        moment.now_ns, moment.seconds = found.now_ns, found.seconds
         return moment
 
 
@@ -114,11 +114,11 @@ class Record:
         # By engine and run, with which episode ids begin: the number of each claim's first episode, and the claim's
         # position. Numbers are consecutive.
         self._claims: dict[str, tuple[array[int], array[int]]] = {}
+        self._found: dict[str, dict[int, list[RunFinding]]] = {}  # by run and `done_seq`
 
     def note(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
         self.live.note(position, event, stored_ns)
         self.runs.note(position, event)
-
         if isinstance(event, ev.EpisodeClaimed) and event.episodes:
             stem, number = _parts(event.episodes[0])
             numbers, positions = self._claims.setdefault(stem, (array("q"), array("q")))
@@ -131,6 +131,20 @@ class Record:
         numbers, positions = self._claims.get(stem, ((), ()))
         index = bisect_right(numbers, number) - 1
         return positions[index] if index >= 0 else self.first
+
+    def findings(self, series: RunSeries, steps: Sequence[StepFigures]) -> list[RunFinding]:
+        """Return what is wrong with the learning of a run, judging by its first `steps`. Each step is examined once."""
+        known = self._found.setdefault(series.name, {})
+        for end, row in enumerate(steps, 1):
+            if row.done_seq not in known:
+                known[row.done_seq] = at_step(steps, end, series.job)
+        return merged(steps, [known[row.done_seq] for row in steps])
+
+    def examine_again(self, series: RunSeries, since: int) -> None:
+        """Forget the findings of the steps from event `since` on, whose answers are known by now."""
+        known = self._found.get(series.name, {})
+        for seq in [seq for seq in known if seq >= since]:
+            del known[seq]
 
     def runs_at(self, position: int) -> list[RunSeries]:
         """Return the runs that had started by a position, oldest first."""

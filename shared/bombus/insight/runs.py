@@ -1,6 +1,6 @@
 """The runs of a log that train on jobs, each folded into figures by step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 
 from bombus.config.job import RunConfig
@@ -10,7 +10,7 @@ from bombus.hive.bounded import trim
 from bombus.hive.records import unpack_tokens
 from bombus.hive.state import Hive
 from bombus.replay.diagnosis.answers import SampledAnswer, figures_of
-from bombus.replay.diagnosis.steps import RunSeries
+from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.logged_run import is_trained_elsewhere
 from bombus.replay.source import NotOnLog, Source
 
@@ -84,7 +84,11 @@ async def read_runs(source: Source, until: int | None = None, progress: Callable
 
 async def read_answers(source: Source, series: RunSeries) -> None:
     """Read the sampled answers of the newest steps. Steps whose calls are no longer kept get none."""
-    for figures in series.steps[-ANSWERS_READ:]:
+    await read_answers_of(source, series.steps[-ANSWERS_READ:])
+
+
+async def read_answers_of(source: Source, steps: Iterable[StepFigures]) -> None:
+    for figures in steps:
         try:
             records = await source.records([call for _, _, call in figures.sampled])
         except LogCorrupted:  # the calls were purged, or are not in this archive

@@ -1,8 +1,9 @@
 """Reads a log while somebody looks at it, and follows it if its hive is running."""
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 
 from bombus.bus import ServerRefused
@@ -13,7 +14,11 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import Hive
 from bombus.insight.keyframes import Keyframes, moment_at
 from bombus.insight.record import Moment, Record
+from bombus.insight.runs import ANSWERS_READ, read_answers_of
+from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.source import BusSource, NotOnLog, Source
+
+log = logging.getLogger(__name__)
 
 IDLE_S = 300.0
 RETRY_S = 2.0
@@ -41,6 +46,8 @@ class LogWatch:
         self._viewers = 0
         self._keyframes: Keyframes | None = None
         self._moments: dict[int, Moment] = {}
+        self._answered: set[int] = set()  # steps, by `done_seq`
+        self._reading: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.is_closing = False
@@ -118,6 +125,25 @@ class LogWatch:
         led_ns = await self.source.led_ns()
         return max(moment.now_ns, led_ns, time.time_ns() if self.is_running else 0), led_ns
 
+    def read_answers(self, series: RunSeries) -> None:
+        """Begin to read the sampled answers of a run's newest steps, which a diagnosis needs, if there are unread
+        ones."""
+        unread = [row for row in series.steps[-ANSWERS_READ:] if row.done_seq not in self._answered]
+        if unread and (self._reading is None or self._reading.done()):
+            self._reading = asyncio.create_task(self._read_answers(series, unread))
+
+    async def _read_answers(self, series: RunSeries, unread: Sequence[StepFigures]) -> None:
+        source, record = self.source, self.record
+        if source is None or record is None:
+            return
+        self._answered |= {row.done_seq for row in unread}
+        try:
+            await read_answers_of(source, unread)
+        except (BombusError, OSError) as error:
+            log.warning("the answers of run %s cannot be read: %s", series.name, error)
+        record.examine_again(series, unread[0].done_seq)
+        self._notify()
+
     # ---- reading ----------------------------------------------------------------------------------------------
 
     async def _run(self, previous: asyncio.Task[None] | None) -> None:
@@ -136,6 +162,10 @@ class LogWatch:
             except (BombusError, OSError, ValueError) as error:
                 self._failed(str(error))
                 return
+            except Exception as error:  # a bug: the page says so, instead of reading for ever
+                log.exception("the log cannot be shown")
+                self._failed(f"{type(error).__name__}: {error}")
+                return
             finally:
                 self._forget()
 
@@ -147,6 +177,9 @@ class LogWatch:
         self.source = self.record = None
         self.is_ready = False
         self._moments.clear()
+        self._answered.clear()
+        if self._reading is not None:
+            self._reading.cancel()
         if self._keyframes is not None:
             self._keyframes.close()
             self._keyframes = None

@@ -5,6 +5,7 @@ byte for byte, in batches, each followed by the calls and tokenizers that its ev
 rollout groups that are still needed (since format 2); and a `Trailer`. A file without a trailer was cut off.
 """
 
+import asyncio
 import gzip
 import sqlite3
 import struct
@@ -12,7 +13,7 @@ import zlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, Self
 
 import msgspec
 
@@ -25,6 +26,10 @@ from bombus.replay.source import CALLS, LogEnd, NotOnLog, Source
 FORMAT = 2
 FRAME_BYTES_MAX = 256 << 20
 BLOBS = "blobs"
+GZIP = 16 + zlib.MAX_WBITS
+CHUNK_BYTES = 64 << 10
+PLACE_BYTES = 512 << 10  # unpacked, between two places; doubled whenever there are too many
+PLACES_MAX = 512  # some 40 kB each
 SEQ_MAX = (1 << 63) - 1
 _Seq = Annotated[int, msgspec.Meta(ge=0, le=SEQ_MAX)]
 _length = struct.Struct("<I")
@@ -95,6 +100,52 @@ def pack(frame: ArchiveHeader | ArchiveFrame) -> bytes:
     return _length.pack(len(body)) + body
 
 
+class _Place(NamedTuple):
+    """A place in a file from which it can be read again: `last` is the event before it, and `unpacked` how many bytes
+    are."""
+
+    last: int
+    offset: int
+    unpacked: int
+    gzip: "zlib._Decompress"
+    rest: bytes
+
+
+class _Unpacker:
+    """Reads the bytes of an open gzip, from its beginning or from a place."""
+
+    def __init__(self, file: BinaryIO, place: _Place | None = None) -> None:
+        self._file = file
+        self._gzip = zlib.decompressobj(GZIP) if place is None else place.gzip.copy()
+        self._ready = bytearray(b"" if place is None else place.rest)
+        self._used = 0
+        self.unpacked = 0 if place is None else place.unpacked
+        if place is not None:
+            file.seek(place.offset)
+
+    def place(self, last: int) -> _Place:
+        return _Place(last, self._file.tell(), self.unpacked, self._gzip.copy(), bytes(self._ready[self._used :]))
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes, or fewer at the end. Raises `EOFError` if the file was cut off, or
+        `zlib.error`."""
+        while len(self._ready) - self._used < size:
+            packed = self._gzip.unused_data or self._file.read(CHUNK_BYTES)
+            if not packed:
+                if not self._gzip.eof:
+                    raise EOFError
+                break
+            if self._gzip.eof:
+                self._gzip = zlib.decompressobj(GZIP)
+            del self._ready[: self._used]
+            self._used = 0
+            self._ready += self._gzip.decompress(packed)
+        part = bytes(self._ready[self._used : self._used + size])
+        self._used += len(part)
+        self.unpacked += len(part)
+        return part
+
+
 class FileSource(Source):
     """A log in an archive. All calls, bodies and tokenizers are unpacked to a temporary file when one of them is first
     read."""
@@ -106,6 +157,9 @@ class FileSource(Source):
         self._path = path
         self._spool = spool
         self._unpacked = False
+        self._unpacking = asyncio.Lock()
+        self._places: list[_Place] = []  # in order
+        self._apart = PLACE_BYTES
 
     @classmethod
     @contextmanager
@@ -114,7 +168,7 @@ class FileSource(Source):
         if not path.is_file():
             raise NotOnLog(f"there is no file {path}")
         header = read_header(path)
-        with closing(sqlite3.connect("")) as spool:  # an empty name means a temporary file
+        with closing(sqlite3.connect("", check_same_thread=False)) as spool:  # an empty name means a temporary file
             yield cls(path, header, spool)
 
     async def base(self) -> tuple[Hive, int]:
@@ -130,16 +184,33 @@ class FileSource(Source):
         last = self.header.last if until is None else min(until, self.header.last)
         if after >= last:
             return
-        for frame in _frames(self._path):
-            if isinstance(frame, EventFrame) and frame.seq > after:
+        place = next((place for place in reversed(self._places) if place.last <= after), None)
+        with self._path.open("rb") as file:
+            unpacker = _Unpacker(file, place)
+            for frame in _frames(self._path, unpacker):
+                if not isinstance(frame, EventFrame):
+                    continue
+                self._remember(unpacker, frame.seq)
                 if frame.seq > last:
                     return
-                yield Stored(frame.seq, frame.subject, frame.data, frame.headers, frame.time_ns)
+                if frame.seq > after:
+                    yield Stored(frame.seq, frame.subject, frame.data, frame.headers, frame.time_ns)
+
+    def _remember(self, unpacker: _Unpacker, last: int) -> None:
+        """Remember a place now and then, so that reading from the middle need not begin at the start of the file."""
+        known = self._places[-1].unpacked if self._places else 0
+        if unpacker.unpacked >= known + self._apart:
+            self._places.append(unpacker.place(last))
+            if len(self._places) > PLACES_MAX:
+                del self._places[1::2]
+                self._apart *= 2
 
     async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        await self._unpack_aside()
         return [self._kept(stream, seq) for seq in seqs]
 
     async def blob(self, name: str) -> bytes:
+        await self._unpack_aside()
         body = self._kept(BLOBS, name)
         if body is None:
             raise BlobMissing(f"{self._path} has no object {name}")
@@ -162,12 +233,20 @@ class FileSource(Source):
         found: tuple[bytes] | None = query.fetchone()
         return None if found is None else found[0]
 
+    async def _unpack_aside(self) -> None:
+        """Unpack the file in a thread, since that can take long."""
+        async with self._unpacking:
+            if not self._unpacked:
+                await asyncio.to_thread(self._unpack)
+
     def _unpack(self) -> sqlite3.Connection:
         if not self._unpacked:
-            rows = (row for frame in _frames(self._path) if (row := _row(frame)) is not None)
             try:
                 self._spool.execute("CREATE TABLE IF NOT EXISTS kept (stream, key, data, PRIMARY KEY (stream, key))")
-                self._spool.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", rows)
+                with self._path.open("rb") as file:
+                    frames = _frames(self._path, _Unpacker(file))
+                    rows = (row for frame in frames if (row := _row(frame)) is not None)
+                    self._spool.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", rows)
             except sqlite3.OperationalError as error:
                 raise OSError(f"{self._path} cannot be unpacked into the temporary folder: {error}") from error
             self._unpacked = True
@@ -205,24 +284,25 @@ def read_header(path: Path) -> ArchiveHeader:
     return header
 
 
-def _frames(path: Path) -> Iterator[ArchiveFrame]:
-    """Yield everything after the header. Raises `LogCorrupted` for a file that is damaged or was cut off."""
+def _frames(path: Path, unpacker: _Unpacker) -> Iterator[ArchiveFrame]:
+    """Yield everything after the header, or after a place. Raises `LogCorrupted` for a file that is damaged or was cut
+    off."""
     try:
-        with gzip.open(path) as file:
-            _body(file, path)
-            while True:
-                frame = decoded(_frame.decode, _body(file, path))
-                yield frame
-                if isinstance(frame, Trailer):
-                    file.read(1)  # read up to the end of the gzip, where its checksum is
-                    return
+        if not unpacker.unpacked:
+            _body(unpacker, path)
+        while True:
+            frame = decoded(_frame.decode, _body(unpacker, path))
+            yield frame
+            if isinstance(frame, Trailer):
+                unpacker.read(1)  # read up to the end of the gzip, where its checksum is
+                return
     except EOFError as error:
         raise _cut_off(path) from error
-    except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError) as error:
+    except (zlib.error, msgspec.MsgspecError) as error:
         raise LogCorrupted(f"{path} is damaged ({error}): export the log again") from error
 
 
-def _body(file: gzip.GzipFile, path: Path) -> bytes:
+def _body(file: _Unpacker | gzip.GzipFile, path: Path) -> bytes:
     head = file.read(_length.size)
     if len(head) < _length.size:
         raise EOFError

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from functools import cache
 from importlib import resources
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -141,7 +142,7 @@ _TYPES = {
 @cache
 def _static(name: str) -> bytes:
     if name == "vega.js":
-        return vl_convert.javascript_bundle().encode()
+        return vl_convert.javascript_bundle().encode()  # type: ignore[call-arg]  # its types lack the default
     if name == "episode.css":
         return EPISODE.encode()
     return (resources.files("bombus.insight.web") / "static" / name).read_bytes()
@@ -150,7 +151,7 @@ def _static(name: str) -> bytes:
 @cache
 def _digest(name: str) -> str:
     if name == "vega.js":  # not made before a browser asks for it, which takes a second
-        return vl_convert.__version__
+        return version("vl-convert-python")
     return hashlib.sha256(_static(name)).hexdigest()[:12]
 
 

@@ -7,7 +7,6 @@ from bombus.hive import events as ev
 from bombus.insight import charts
 from bombus.insight.charts import AXES, CHARTS, Axis
 from bombus.insight.web.pages import Visit, json, page
-from bombus.replay.diagnosis.diagnose import diagnose
 from bombus.replay.diagnosis.steps import StepFigures
 
 BINS = 20
@@ -25,6 +24,7 @@ class RewardBin(msgspec.Struct, frozen=True):
 async def show(visit: Visit) -> Response:
     series = visit.run(visit.request.path_params["name"])
     steps = [row for row in series.steps if row.done_seq <= visit.position]
+    visit.watch.read_answers(series)
     step = visit.number("step")
     chosen = next((row for row in reversed(steps) if step in (None, row.step)), None)
     bins = [] if chosen is None else await _bins(visit, series.name, chosen)
@@ -32,7 +32,7 @@ async def show(visit: Visit) -> Response:
         "run.html",
         series=series,
         steps=steps,
-        findings=diagnose(steps, series.job),
+        findings=visit.record.findings(series, steps),
         axis=axis_of(visit),
         axes=AXES,
         charts=CHARTS,

@@ -55,11 +55,16 @@ EXPLAINS: dict[FaultKind, set[FaultKind]] = {
 
 def diagnose(steps: Sequence[StepFigures], job: RunConfig) -> list[RunFinding]:
     """Return what is wrong: the causes with their consequences, sorted by the step at which they began."""
+    return merged(steps, [at_step(steps, end, job) for end in range(1, len(steps) + 1)])
+
+
+def merged(steps: Sequence[StepFigures], by_step: Sequence[Sequence[RunFinding]]) -> list[RunFinding]:
+    """Return the causes among what was found at each step, with their consequences."""
     found: dict[FaultKind, RunFinding] = {}
-    for end in range(1, len(steps) + 1):
-        for finding in at_step(steps, end, job):
+    for row, findings in zip(steps, by_step, strict=True):
+        for finding in findings:
             first = found.setdefault(finding.kind, finding)
-            found[finding.kind] = msgspec.structs.replace(first, until=steps[end - 1].step)
+            found[finding.kind] = msgspec.structs.replace(first, until=row.step)
     return explained(list(found.values()))
 
 

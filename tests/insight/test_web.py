@@ -1,0 +1,257 @@
+"""The page in the browser, over HTTP."""
+
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bombus.bus import Bus
+from bombus.commands import web
+from bombus.config.flags import Parser
+from bombus.insight.watch import LogWatch, OpenLog
+from bombus.insight.web.access import guarded
+from bombus.insight.web.app import create_app, with_headers
+from bombus.insight.web.run import binned
+from bombus.machine.hive_keys import HiveKeys, NamedKey
+from bombus.machine.http_server import http_server
+from bombus.machine.process import listen
+from bombus.replay.archive import FileSource
+from bombus.replay.source import BusSource, Source
+from tests.insight.long_log import story_events, write_archive, write_events
+from tests.logs.facts import TINY
+from tests.patience import until
+
+ADMIN, CLIENT = "admin-key-of-this-hive", "client-key-of-this-hive"
+
+
+@asynccontextmanager
+async def served(
+    open_log: OpenLog, keys: HiveKeys | None = None, idle_s: float = 60.0
+) -> AsyncIterator[tuple[httpx.AsyncClient, LogWatch]]:
+    watch = LogWatch(open_log, idle_s)
+    bound = listen("127.0.0.1", 0)
+    app = with_headers(guarded(create_app(watch), keys or HiveKeys(), bound))
+    async with http_server(app, bound, drain_s=0, cut_off=watch.stop_viewing):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}") as client:
+            yield client, watch
+        await watch.close()
+
+
+def archive(path: Path = TINY) -> OpenLog:
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Source]:
+        with FileSource.open(path) as source:
+            yield source
+
+    return opened
+
+
+async def ready(client: httpx.AsyncClient, watch: LogWatch) -> None:
+    assert "Reading the log" in (await client.get("/")).text
+    await until(lambda: watch.is_ready)
+
+
+async def test_an_archive_is_shown_without_any_service_and_at_every_position() -> None:
+    async with served(archive()) as (client, watch):
+        await ready(client, watch)
+        now = await client.get("/")
+        assert now.status_code == 200
+        assert 'href="/run/main-2"' in now.text
+        run = await client.get("/run/main-1")
+        assert "Run main-1" in run.text
+        for at in range(89):
+            earlier = await client.get("/", params={"at": at})
+            assert earlier.status_code == 200
+            assert f"{at} of 88" in earlier.text
+        assert "OFFLINE" not in now.text
+        assert (await client.get("/", params={"at": 89})).status_code == 404
+        assert (await client.get("/run/main-9")).status_code == 404
+        assert (await client.get("/run/main-2", params={"at": 5})).status_code == 404
+
+
+async def test_the_points_of_a_run_end_at_the_position_and_later_ones_come_alone(tmp_path: Path) -> None:
+    write_archive(tmp_path / "run", list(story_events(12)))
+    async with served(archive(tmp_path / "run")) as (client, watch):
+        await ready(client, watch)
+        assert watch.record is not None
+        (series,) = watch.record.runs_at(watch.position)
+        fifth = series.steps[4].done_seq
+        rewards = {}
+        for name, query in {"all": {}, "before": {"at": fifth}, "after": {"after": fifth}}.items():
+            answer = (await client.get("/run/main-1/points.json", params=query)).json()
+            rewards[name] = [(point["x"], point["y"]) for point in answer["points"]["reward"]]
+            assert ("reward" in answer["specs"]) == (name != "after")
+        assert [x for x, _ in rewards["all"]] == list(range(1, 13))
+        assert rewards["before"] == rewards["all"][:5]
+        assert rewards["after"] == rewards["all"][5:]
+        tokens = (await client.get("/run/main-1/points.json", params={"axis": "tokens"})).json()
+        assert tokens["points"]["reward"][0]["x"] > 100
+
+
+async def test_the_page_of_a_run_says_what_diagnose_says_and_links_its_rewards_to_their_episodes(
+    tmp_path: Path,
+) -> None:
+    write_archive(tmp_path / "run", list(story_events(12)))
+    async with served(archive(tmp_path / "run")) as (client, watch):
+        await ready(client, watch)
+        page = (await client.get("/run/main-1", params={"step": 3})).text
+        assert "Rewards of step 3" in page
+        assert '<a href="/run/main-1/step/3?low=' in page
+
+
+async def test_a_running_hive_is_followed_and_the_page_is_told_that_there_is_something_new(bus: Bus) -> None:
+    events = list(story_events(2))
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Source]:
+        yield BusSource(bus, "hive", running=True)
+
+    await write_events(bus, events[:20])
+    async with served(opened) as (client, _), client.stream("GET", "/events") as stream:
+        told = (json.loads(line[6:]) async for line in stream.aiter_lines() if line.startswith("data: "))
+        while not (state := await anext(told))["ready"]:
+            pass
+        assert state["position"] == 20
+        assert f"20 of {20}" in (await client.get("/")).text
+        await write_events(bus, events[20:], first=21)
+        while (state := await anext(told))["position"] < len(events):
+            pass
+        page = (await client.get("/")).text
+        assert f"{len(events)} of {len(events)}" in page
+        assert "run/main-1" in page
+        earlier = (await client.get("/", params={"at": 30})).text
+        assert f"30 of {len(events)}" in earlier
+        assert (await client.get("/run/main-1")).status_code == 200
+
+
+async def test_nothing_is_read_until_somebody_looks_and_nothing_is_kept_after_nobody_does() -> None:
+    async with served(archive(), idle_s=0.2) as (client, watch):
+        assert watch.source is None
+        await ready(client, watch)
+        await until(lambda: watch.source is None and watch.record is None)
+        await ready(client, watch)
+
+
+async def test_a_log_that_cannot_be_read_is_said_on_the_page(tmp_path: Path) -> None:
+    body = TINY.read_bytes()
+    (tmp_path / "cut").write_bytes(body[: len(body) // 2])
+    async with served(archive(tmp_path / "cut")) as (client, watch):
+        await client.get("/")
+        await until(lambda: watch.error != "")
+        answer = await client.get("/")
+        assert answer.status_code == 503
+        assert "was cut off before its end" in answer.text
+
+
+# ---- who may see it -------------------------------------------------------------------------------------------------
+
+
+async def test_every_answer_forbids_what_is_not_its_own() -> None:
+    async with served(archive()) as (client, watch):
+        await ready(client, watch)
+        for path in ("/", "/run/main-1", "/run/nothing", "/static/page.js", "/nothing"):
+            policy = (await client.get(path)).headers["content-security-policy"]
+            assert "default-src 'none'; script-src 'self';" in policy
+            assert "unsafe-eval" not in policy
+        page = (await client.get("/run/main-1")).text
+        assert "<script>" not in page
+        assert not re.search(r"""(src|href|action)=["']?(https?:|//)""", page)
+
+
+async def test_scripts_are_kept_by_browsers_since_their_names_change_with_them() -> None:
+    async with served(archive()) as (client, _):
+        script = await client.get("/static/vega.js?1")
+        assert "immutable" in script.headers["cache-control"]
+        assert len(script.content) > 500_000
+        assert (await client.get("/static/..%2fapp.py")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("keys", "opens", "refused"),
+    [
+        (HiveKeys(admin=ADMIN, client=CLIENT), ADMIN, CLIENT),
+        (HiveKeys(client=CLIENT), CLIENT, ADMIN),
+        (HiveKeys(clients={"alice": NamedKey(key=CLIENT)}), CLIENT, ADMIN),
+    ],
+)
+async def test_a_hive_with_keys_shows_itself_to_the_holder_of_the_highest_one(
+    keys: HiveKeys, opens: str, refused: str
+) -> None:
+    async with served(archive(), keys) as (client, watch):
+        for headers in ({}, {"x-api-key": refused}, {"cookie": f"bombus-web-{client.base_url.port}={opens}"}):
+            answer = await client.get("/", headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["content-security-policy"]
+        assert (await client.get(f"/k/{refused}/")).status_code == 401
+        assert (await client.post("/key", data={"key": refused})).status_code == 401
+        assert watch.source is None
+        assert (await client.get("/", headers={"authorization": f"Bearer {opens}"})).status_code == 200
+        admitted = await client.get(f"/k/{opens}/run/main-1?at=3")
+        assert admitted.headers["location"] == "/run/main-1?at=3"
+        cookie = admitted.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert opens not in cookie
+        assert (await client.get("/")).status_code == 200  # with the cookie
+        client.cookies.clear()
+        assert (await client.post("/key", data={"key": opens})).status_code == 303
+        assert (await client.get("/")).status_code == 200
+
+
+async def test_a_key_in_a_link_leads_to_no_other_site() -> None:
+    async with served(archive(), HiveKeys(admin=ADMIN)) as (client, _):
+        assert (await client.get(f"/k/{ADMIN}//evil.example/")).headers["location"] == "/evil.example/"
+
+
+async def test_without_keys_other_names_and_pages_of_other_sites_are_refused() -> None:
+    async with served(archive()) as (client, _):
+        assert (await client.get("/", headers={"host": "evil.example"})).status_code == 421
+        foreign = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "cors"}
+        assert (await client.get("/events", headers=foreign)).status_code == 401
+        link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        assert (await client.get("/", headers=link)).status_code == 200
+
+
+def test_beyond_loopback_the_page_does_not_start_without_a_key(run: Callable[..., int], capsys: Any) -> None:
+    from bombus.errors import Refused
+
+    with pytest.raises(Refused, match="pass --admin-key-file, or --trusted-network"):
+        run("--log", str(TINY), "--host", "0.0.0.0")
+
+
+def test_a_log_that_does_not_exist_is_said_at_once(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--log", "nowhere") == 1
+    assert "bombus web: there is no file nowhere" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said(run: Callable[..., int], caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert run("--log", str(TINY), "--port", str(taken.getsockname()[1])) == 1
+
+
+@pytest.fixture
+def run() -> Callable[..., int]:
+    def command(*arguments: str) -> int:
+        parser = Parser()
+        web.add_arguments(parser)
+        return web.run(parser.parse_args(arguments))
+
+    return command
+
+
+def test_rewards_are_counted_in_bins_that_cover_all_of_them() -> None:
+    assert binned([]) == []
+    assert binned([1.0, 1.0]) == [(1.0, 1.0, 2)]
+    bins = binned([0.0, 0.04, 0.06, 1.0])
+    assert len(bins) == 20
+    assert [count for _, _, count in bins[:2]] == [2, 1]
+    assert bins[-1][0] == pytest.approx(0.95)
+    assert bins[-1][2] == 1

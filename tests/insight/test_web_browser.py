@@ -1,0 +1,205 @@
+"""The page in a real browser: Chromium, driven from outside."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from bombus.commands.web import SEEN_AT
+from bombus.hive import events as ev
+from bombus.hive.events import Event
+from tests.insight.long_log import story_events, write_archive
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+    pytest.mark.xdist_group("browser"),  # where it is started once
+]
+HOSTILE = """<img src=x onerror="window.hacked=1">'"</script><script>window.hacked=1</script>"""
+STEPS = 14
+WIDTHS = (400, 1600)
+PATHS = ("/", "/run/main-1", "/?at=40", "/run/main-1?at=900&axis=minutes", "/run/main-1?step=3&axis=tokens")
+
+
+def hostile(event: Event) -> Event:
+    """Return an event in which all that clients choose would run a script if it was not shown as text."""
+    if isinstance(event, ev.EpisodeClaimed):
+        return msgspec.structs.replace(event, client=HOSTILE, task_hint=HOSTILE)
+    if isinstance(event, ev.EpisodeEnded):
+        outcomes = [
+            msgspec.structs.replace(each, data_set=HOSTILE, log_metrics={HOSTILE: 1.0}) for each in event.outcomes
+        ]
+        return msgspec.structs.replace(event, client=HOSTILE, outcomes=tuple(outcomes))
+    if isinstance(event, ev.StepCompleted):
+        return msgspec.structs.replace(event, metrics={**event.metrics, HOSTILE: 1.0})
+    return event
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = tmp_path_factory.mktemp("web") / "run.bombuslog"
+    events = [hostile(event) for event in story_events(STEPS)]
+    last = max(n for n, event in enumerate(events) if isinstance(event, ev.EpisodeClaimed))
+    write_archive(path, events[: last + 1])  # so that an episode is open
+    command = [sys.executable, "-m", "bombus", "web", "--log", str(path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(SEEN_AT)
+        yield line.removeprefix(SEEN_AT).strip().rstrip("/")
+        process.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page, and everything that went wrong on it."""
+
+    def __init__(self, browser: Any, address: str, width: int = 1600, **options: Any) -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 900}, **options)
+        self.address = address
+        self.faults: list[str] = []
+        self.hosts: set[str] = set()
+        self.page.on("console", lambda said: self.faults.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
+
+    def go(self, path: str) -> Any:
+        self.page.goto(self.address + path)
+        self.page.wait_for_selector("body[data-ready=yes]")
+        if "/run/" in path:
+            self.drawn()
+        return self.page
+
+    def drawn(self) -> None:
+        self.page.wait_for_selector("[data-chart=reward] svg")
+
+    def number(self) -> int:
+        return int(self.page.locator("#moment").inner_text().split(" ")[0].replace(",", ""))
+
+
+@pytest.fixture
+def opened(browser: Any, address: str) -> Iterator[Opened]:
+    opened = Opened(browser, address)
+    yield opened
+    opened.page.close()
+    assert opened.faults == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_page_has_an_error_or_is_wider_than_the_window(browser: Any, address: str, width: int) -> None:
+    opened = Opened(browser, address, width)
+    for path in PATHS:
+        page = opened.go(path)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+        assert page.locator("h1").count() == 1
+        assert page.locator("main").count() == 1
+    assert opened.faults == []
+    assert opened.hosts == {address.removeprefix("http://")}
+    opened.page.close()
+
+
+def test_what_clients_choose_is_shown_as_text_and_runs_nothing(opened: Opened) -> None:
+    page = opened.go("/")
+    assert page.get_by_role("cell", name=HOSTILE).count() > 0
+    page = opened.go("/run/main-1")
+    page.locator("[data-chart=reward] summary").click()
+    assert HOSTILE in page.locator("[data-chart=reward] table").inner_text()
+    page.locator("[data-chart=reward] svg path[aria-roledescription='point']").first.hover(force=True)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img").count() == 0
+
+
+def test_the_slider_moves_every_page_by_keyboard(opened: Opened) -> None:
+    page = opened.go("/run/main-1")
+    end = opened.number()
+    assert f"{STEPS - 1} steps" in page.locator("#facts").inner_text()
+    points = page.locator("[data-chart=loss] svg path[aria-roledescription='point']")
+    expect(points).to_have_count(STEPS - 1)
+    page.locator("#position").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#moment")).to_contain_text(f"{end - 1:,} of {end:,}")
+    for _ in range(4):
+        page.keyboard.press("PageDown")
+    expect(page.locator("#facts")).not_to_contain_text(f"{STEPS - 1} steps")
+    expect(points).not_to_have_count(STEPS - 1)
+    assert 0 < points.count() < STEPS - 1
+    assert f"at={opened.number()}" in page.url
+    assert page.evaluate("document.activeElement.id") == "position"
+    expect(page.locator("#live")).to_have_attribute("aria-pressed", "false")
+    page.locator("nav a").first.click()
+    page.wait_for_selector("#engines")
+    assert opened.number() < end - 1
+    page.locator("#live").press("Enter")
+    expect(page.locator("#moment")).to_contain_text(f"{end:,} of {end:,}")
+    assert "at=" not in page.url
+
+
+def test_the_axis_is_chosen_and_a_chart_has_its_numbers_as_a_table(opened: Opened) -> None:
+    page = opened.go("/run/main-1")
+    page.get_by_label("Horizontal axis").select_option("tokens")
+    page.wait_for_url("**axis=tokens**")
+    opened.drawn()
+    assert "tokens sampled so far" in page.locator("[data-chart=reward] svg").text_content()
+    assert page.get_by_label("Horizontal axis").input_value() == "tokens"
+    page.locator("[data-chart=loss] summary").press("Enter")
+    rows = page.locator("[data-chart=loss] tbody tr")
+    assert rows.count() == STEPS - 1
+    assert float(rows.first.locator("th").inner_text()) > 100
+
+
+def test_a_bar_of_the_rewards_leads_to_the_episodes_of_its_range(opened: Opened) -> None:
+    page = opened.go("/run/main-1?step=3")
+    page.wait_for_selector("#rewards svg")
+    spec = json.loads(page.locator("#rewards [data-drawn]").get_attribute("data-drawn"))
+    assert sum(bin["episodes"] for bin in spec["data"]["values"]) == 32
+    page.locator("#rewards svg .mark-rect path").last.click()
+    page.wait_for_url("**/run/main-1/step/3?low=*")
+    page.wait_for_load_state("networkidle")
+    opened.faults.clear()  # the page of a step does not exist yet
+
+
+def test_charts_are_dark_where_the_page_is_and_change_with_it(opened: Opened) -> None:
+    page = opened.go("/run/main-1")
+
+    def colours() -> tuple[str, str]:
+        opened.drawn()
+        label = page.locator("[data-chart=reward] .role-axis-title text").first.get_attribute("fill")
+        return label, page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    light = colours()
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(
+        "was => document.querySelector('[data-chart=reward] .role-axis-title text')?.getAttribute('fill') !== was",
+        arg=light[0],
+    )
+    dark = colours()
+    assert light == ("#1d1d1f", "rgb(251, 250, 247)")
+    assert dark == ("#ecebe6", "rgb(22, 22, 26)")
+
+
+def test_everything_that_can_be_used_has_a_name_and_the_first_stop_skips_to_the_content(opened: Opened) -> None:
+    page = opened.go("/run/main-1")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('input:not([type=hidden]), select, button, summary, main a')]"
+        ".filter(each => !(each.textContent.trim() || each.labels?.length)).length"
+    )
+    assert unnamed == 0
+    assert page.get_by_role("figure", name="Reward", exact=True).count() == 1
+    assert page.get_by_role("slider", name="Event").count() == 1
