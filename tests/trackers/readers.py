@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,11 +21,13 @@ def read_tensorboard(folder: Path) -> Read:
 
 
 def read_trackio(folder: Path) -> Read:
-    os.environ["TRACKIO_DIR"] = str(folder.parent / "trackio")
-    from trackio.sqlite_storage import SQLiteStorage
-
+    """In a process of its own: the package reads the place of its files once."""
     run = json.loads((folder / "run.json").read_text())
-    rows = SQLiteStorage.get_logs(run["project"], run_id=run["id"])
+    script = "import json, sys; from trackio.sqlite_storage import SQLiteStorage as storage; "
+    script += "print(json.dumps(storage.get_logs(sys.argv[1], run_id=sys.argv[2]), default=str))"
+    environment = {**os.environ, "TRACKIO_DIR": str(folder.parent / "trackio")}
+    words = [sys.executable, "-c", script, run["project"], run["id"]]
+    rows = json.loads(subprocess.run(words, env=environment, stdout=subprocess.PIPE, check=True).stdout)
     return [(row["step"], {name: value for name, value in row.items() if "/" in name}) for row in rows]
 
 

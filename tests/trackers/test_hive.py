@@ -47,7 +47,7 @@ def follow(nats: Path, folder: Path) -> "subprocess.Popen[bytes]":
 
 @pytest.mark.timeout(900)
 def test_trackers_agree_with_the_log_of_a_hive_whose_processes_were_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random, data, folder = Random(3), tmp_path / "data", tmp_path / "trackers"
     job: dict[str, dict[str, Any]] = {
@@ -91,6 +91,7 @@ def test_trackers_agree_with_the_log_of_a_hive_whose_processes_were_killed(
     assert samples
     assert {step % 2 for step in samples} == {0}
     assert "user: a=" in {sample["prompt"] for several in samples.values() for sample in several}
+    monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
     for tracker in READERS:
         before = READERS[tracker](run_folder)
         words = ["track", "main-1", "--data", str(data), "--to", tracker, "--folder", str(folder)]

@@ -20,7 +20,8 @@ from tests.trackers.readers import READERS, Read
 
 KILLS = int(os.environ.get("BOMBUS_TRACKER_KILLS", "20"))
 STEPS = 400
-ALONE_S = (1.5, 8.0)  # how long a process lives: mlflow alone is imported for 2 s
+ALONE_S = (1.0, 6.0)  # how long every second process lives; the others until all trackers were written to
+PAUSE_S = 0.02
 BUS_KILLED_EVERY = 5
 DONE_S = 180.0
 
@@ -57,12 +58,16 @@ class Tracking:
         return await asyncio.create_subprocess_exec(*self._command, env=self._environment, stderr=self._log)
 
 
-async def published(server: EmbeddedServer, hive: str, events: list[AnyEvent], over: asyncio.Event) -> None:
-    """Write a run's events at the pace of the kills, on a server that is killed too."""
+async def published(server: EmbeddedServer, hive: str, events: list[AnyEvent], rounds: "asyncio.Queue[int]") -> None:
+    """Write a run's events, up to the number that each round allows, on a server that is killed too."""
+    number = 0
     async with await Bus.connect(server.url, hive, name="author") as bus:
-        for number, event in enumerate(events, 1):
-            await publish(bus, [event], number)
-            await asyncio.sleep(0.0 if over.is_set() else 0.09)
+        while number < len(events):
+            until = await rounds.get()
+            for event in events[number:until]:
+                number += 1
+                await publish(bus, [event], number)
+                await asyncio.sleep(PAUSE_S)
 
 
 def complete(folder: Path, trackers: list[str]) -> bool:
@@ -79,13 +84,20 @@ async def test_each_step_is_there_once_after_twenty_kills(tmp_path: Path, tracke
     async with await Bus.connect(server.url, hive) as bus:
         await bus.ensure_streams(SMALL_STREAMS)
     events: list[AnyEvent] = list(run_of(STEPS, [*trackers, "jsonl"], name=HOSTILE))
-    over = asyncio.Event()
-    publishing = asyncio.create_task(published(server, hive, events, over))
+    rounds: asyncio.Queue[int] = asyncio.Queue()
+    publishing = asyncio.create_task(published(server, hive, events, rounds))
     process = Tracking(server.url, hive, folder)
     grown, before = Counter[str](), dict.fromkeys(trackers, 0)  # by tracker: kills before which it was written to
     for number in range(1, KILLS + 1):
+        rounds.put_nowait(number * len(events) // (KILLS + 1))
         running = await process.start()
-        await asyncio.sleep(random.uniform(*ALONE_S))  # time is what is tested: it dies at any moment
+        if number % 2:  # time is what is tested: it dies at any moment, also before a tracker has begun
+            await asyncio.sleep(random.uniform(*ALONE_S))
+        else:
+            async with asyncio.timeout(DONE_S):
+                while any(sizes_of(folder, [name])[name] == before[name] for name in trackers):
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(random.uniform(0.0, 1.0))
         running.kill()
         await running.wait()
         if number % BUS_KILLED_EVERY == 0:
@@ -95,7 +107,7 @@ async def test_each_step_is_there_once_after_twenty_kills(tmp_path: Path, tracke
         grown.update(name for name in trackers if sizes[name] != before[name])
         before = sizes
     print(dict(grown))
-    over.set()
+    rounds.put_nowait(len(events))
     running = await process.start()
     await publishing
     try:
@@ -122,6 +134,13 @@ async def test_each_step_is_there_once_after_twenty_kills(tmp_path: Path, tracke
 
 
 def sizes_of(folder: Path, trackers: list[str]) -> dict[str, int]:
-    """Return how many bytes each tracker's files have."""
-    files = [path for path in folder.rglob("*") if path.is_file() and "draft" not in path.name]
-    return {name: sum(path.stat().st_size for path in files if name in str(path)) for name in trackers}
+    """Return how many bytes each tracker's files have, and how many there are, as one number."""
+    found = dict.fromkeys(trackers, 0)
+    for path in folder.rglob("*"):
+        for name in trackers:
+            if name in str(path.relative_to(folder)) and "draft" not in path.name:
+                try:
+                    found[name] += 1 + path.stat().st_size
+                except FileNotFoundError:  # it was removed meanwhile
+                    continue
+    return found
