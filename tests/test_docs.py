@@ -144,8 +144,8 @@ def test_the_readmes_program_is_the_one_that_the_tests_run() -> None:
     assert len([line for line in program.splitlines() if line.strip()]) <= 20
 
 
-async def test_the_readmes_picture_is_the_screen_of_today() -> None:
-    assert f"]({name_of(PICTURE)})" in README
+async def test_the_picture_of_the_terminal_is_the_screen_of_today() -> None:
+    assert f"]({PICTURE.name})" in (DOCS / "operations.md").read_text()
     assert words(PICTURE.read_text()) == words(await picture()), "run: python -m tests.overwatch.picture"
 
 

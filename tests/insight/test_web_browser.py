@@ -26,7 +26,16 @@ pytestmark = [
 HOSTILE = """<img src=x onerror="window.hacked=1">'"</script><script>window.hacked=1</script>"""
 STEPS = 14
 WIDTHS = (400, 1600)
-PATHS = ("/", "/run/main-1", "/?at=40", "/run/main-1?at=900&axis=minutes", "/run/main-1?step=3&axis=tokens")
+PATHS = (
+    "/",
+    "/run/main-1",
+    "/?at=40",
+    "/run/main-1?at=900&axis=minutes",
+    "/run/main-1?step=3&axis=tokens",
+    "/run/main-1/step/3?sort=spread",
+    "/episode/main-1-1",
+    "/runs?run=main-1",
+)
 
 
 def hostile(event: Event) -> Event:
@@ -81,7 +90,7 @@ class Opened:
     def go(self, path: str) -> Any:
         self.page.goto(self.address + path)
         self.page.wait_for_selector("body[data-ready=yes]")
-        if "/run/" in path:
+        if "/run" in path and "/step/" not in path:
             self.drawn()
         return self.page
 
