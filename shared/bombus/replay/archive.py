@@ -28,6 +28,7 @@ FRAME_BYTES_MAX = 256 << 20
 BLOBS = "blobs"
 GZIP = 16 + zlib.MAX_WBITS
 CHUNK_BYTES = 64 << 10
+FRAMES_AT_ONCE = 256
 PLACE_BYTES = 512 << 10  # unpacked, between two places; doubled whenever there are too many
 PLACES_MAX = 512  # some 40 kB each
 SEQ_MAX = (1 << 63) - 1
@@ -168,7 +169,7 @@ class FileSource(Source):
         if not path.is_file():
             raise NotOnLog(f"there is no file {path}")
         header = read_header(path)
-        with closing(sqlite3.connect("", check_same_thread=False)) as spool:  # an empty name means a temporary file
+        with closing(sqlite3.connect("")) as spool:  # an empty name means a temporary file
             yield cls(path, header, spool)
 
     async def base(self) -> tuple[Hive, int]:
@@ -206,11 +207,11 @@ class FileSource(Source):
                 self._apart *= 2
 
     async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
-        await self._unpack_aside()
+        await self._unpack_gradually()
         return [self._kept(stream, seq) for seq in seqs]
 
     async def blob(self, name: str) -> bytes:
-        await self._unpack_aside()
+        await self._unpack_gradually()
         body = self._kept(BLOBS, name)
         if body is None:
             raise BlobMissing(f"{self._path} has no object {name}")
@@ -233,24 +234,35 @@ class FileSource(Source):
         found: tuple[bytes] | None = query.fetchone()
         return None if found is None else found[0]
 
-    async def _unpack_aside(self) -> None:
-        """Unpack the file in a thread, since that can take long."""
+    async def _unpack_gradually(self) -> None:
+        """Unpack the file while other tasks go on, since that can take long."""
         async with self._unpacking:
-            if not self._unpacked:
-                await asyncio.to_thread(self._unpack)
+            for _ in self._unpack_parts():
+                await asyncio.sleep(0)
 
     def _unpack(self) -> sqlite3.Connection:
-        if not self._unpacked:
-            try:
-                self._spool.execute("CREATE TABLE IF NOT EXISTS kept (stream, key, data, PRIMARY KEY (stream, key))")
-                with self._path.open("rb") as file:
-                    frames = _frames(self._path, _Unpacker(file))
-                    rows = (row for frame in frames if (row := _row(frame)) is not None)
-                    self._spool.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", rows)
-            except sqlite3.OperationalError as error:
-                raise OSError(f"{self._path} cannot be unpacked into the temporary folder: {error}") from error
-            self._unpacked = True
+        for _ in self._unpack_parts():
+            pass
         return self._spool
+
+    def _unpack_parts(self) -> Iterator[None]:
+        """Unpack the file, pausing now and then."""
+        if self._unpacked:
+            return
+        rows: list[tuple[str, int | str, bytes]] = []
+        try:
+            self._spool.execute("CREATE TABLE IF NOT EXISTS kept (stream, key, data, PRIMARY KEY (stream, key))")
+            with self._path.open("rb") as file:
+                for number, frame in enumerate(_frames(self._path, _Unpacker(file)), 1):
+                    if (row := _row(frame)) is not None:
+                        rows.append(row)
+                    if number % FRAMES_AT_ONCE == 0 or isinstance(frame, Trailer):
+                        self._spool.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", rows)
+                        rows.clear()
+                        yield
+        except sqlite3.OperationalError as error:
+            raise OSError(f"{self._path} cannot be unpacked into the temporary folder: {error}") from error
+        self._unpacked = True
 
 
 def _row(frame: ArchiveFrame) -> tuple[str, int | str, bytes] | None:

@@ -164,9 +164,22 @@
     }
   }
 
-  function drawAll() {
-    drawCharts();
-    drawRest();
+  // One drawing at a time, and only the newest of those that are due meanwhile: each begins where the last one ended.
+  let isDrawing = false;
+  let isDue = false;
+  async function drawAll() {
+    isDue = true;
+    if (isDrawing) return;
+    isDrawing = true;
+    try {
+      while (isDue) {
+        isDue = false;
+        await drawCharts();
+        await drawRest();
+      }
+    } finally {
+      isDrawing = false;
+    }
   }
 
   dark.addEventListener("change", () => {
