@@ -28,7 +28,7 @@ from bombus_gateway.refusals import ERROR_HEADERS
 from bombus_gateway.responses.routes import ResponsesAPI
 from bombus_gateway.rollout_groups.routes import group_routes
 from bombus_gateway.swarm.health import health_router
-from bombus_gateway.swarm.routes import multi_model_routes, plain, swarm_routes
+from bombus_gateway.swarm.routes import hive_routes, plain, swarm_routes
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         groups, direct = group_routes(gateway, engine, app.routed)
         add_plain(app, below(prefix, [*plain(gateway, swarm), *training_routes(gateway, calls, engine), *groups]))
         app.hot |= {f"{prefix}{path}": route for path, route in direct.items()}
-    add_plain(app, plain(gateway, multi_model_routes(gateway)))
+    add_plain(app, plain(gateway, hive_routes(gateway)))
     return app
 
 

@@ -10,7 +10,7 @@ from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.responses.docs import add_responses_paths
 from bombus_gateway.swarm.docs import described
 from bombus_gateway.swarm.health import health_router
-from bombus_gateway.swarm.routes import multi_model_routes, swarm_routes
+from bombus_gateway.swarm.routes import hive_routes, swarm_routes
 
 
 def openapi_document(title: str, description: str, gateway: Gateway) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def openapi_document(title: str, description: str, gateway: Gateway) -> dict[str
     for prefix, engine in gateway.mounts:
         app.include_router(health_router(gateway, engine), prefix=prefix)
         app.include_router(described(gateway, swarm_routes(gateway, engine)), prefix=prefix)
-    app.include_router(described(gateway, multi_model_routes(gateway)))
+    app.include_router(described(gateway, hive_routes(gateway)))
     document = app.openapi()
     prefixes = [prefix for prefix, _ in gateway.mounts]
     add_openai_paths(document, prefixes)

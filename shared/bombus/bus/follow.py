@@ -22,9 +22,9 @@ Predicate = Callable[[Hive], bool]
 class Follower:
     """Keeps `hive`, the fold of all events up to `position`. Start `run()` as a task; it ends when cancelled.
 
-    `on_event(position, event)` is called after each event is folded, and must not block. With `on_start`, every event
-    still on the log is folded, and `on_start` is first called with the position and the state before these events.
-    Without it, the fold begins at the newest snapshot.
+    `on_event(position, event)`, which may be set at any time, is called after each event is folded, and must not block.
+    With `on_start`, every event still on the log is folded, and `on_start` is first called with the position and the
+    state before these events. Without it, the fold begins at the newest snapshot.
 
     An event that only a newer release understands is skipped with a warning. That is safe because no decision is based
     on this fold, and the coordinator refuses what is not allowed. A reader that must not skip events is `strict`.
@@ -40,7 +40,7 @@ class Follower:
         self.hive = Hive()
         self.position = 0
         self._bus = bus
-        self._on_event = on_event
+        self.on_event = on_event
         self._on_start = on_start
         self._strict = strict
         self._left_out: set[str] = set()  # subjects of skipped events
@@ -120,8 +120,8 @@ class Follower:
             if event is None:
                 continue
             evolve(self.hive, event)
-            if self._on_event is not None:
-                self._on_event(stored.seq, event)
+            if self.on_event is not None:
+                self.on_event(stored.seq, event)
         return True
 
     def _read(self, stored: Stored) -> AnyEvent | None:

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from bombus.errors import STATUS, Code
 from bombus.hive.events import Method
 from bombus.hive.state import Phase
-from bombus_gateway.schemas import answered
+from bombus_gateway.schemas import answered, object_of, one_of
 
 
 class SuccessAnswer(BaseModel):
@@ -322,7 +322,15 @@ class LoggedAnswer(BaseModel):
     success: bool
 
 
-# The answer of each path, or None if every request is refused.
+_EVENT = object_of(
+    "event",
+    "id",
+    event=one_of("begin", "position"),
+    id=str,
+    data={"type": "string", "contentMediaType": "application/json"},
+)  # an event of the log has no name, and its position as `id`
+EVENTS = {"description": "Server-sent events, without end", "content": {"text/event-stream": {"itemSchema": _EVENT}}}
+# The answer of each path: its type, or how a stream is described, or None if every request is refused.
 ANSWERS: dict[str, Any] = {
     "/get_engine_status": EngineStatusAnswer,
     "/sync_train_config": ConfiguredAnswer,
@@ -330,6 +338,7 @@ ANSWERS: dict[str, Any] = {
     "/start_engine": StartedAnswer | NotStartedAnswer,
     "/stop_engine": CommandAnswer | FailedCommandAnswer,
     "/resume_engine": CommandAnswer | FailedCommandAnswer,
+    "/stop_episode": SuccessAnswer,
     "/claim_episode": ClaimedEpisodeAnswer | NoEpisodeAnswer,
     "/end_episode": SuccessAnswer,
     "/abort_episode": SuccessAnswer,
@@ -348,6 +357,7 @@ ANSWERS: dict[str, Any] = {
     "/touch_client": SuccessAnswer,
     "/read_ended_episodes": EndedEpisodesAnswer,
     "/take_ended_episodes": SuccessAnswer,
+    "/events": EVENTS,
     "/claim_multi_model_episodes": ClaimedMultiModelEpisodesAnswer | NoMultiModelEpisodesAnswer,
     "/end_multi_model_episodes": SuccessAnswer,
     "/abort_multi_model_episodes": SuccessAnswer,

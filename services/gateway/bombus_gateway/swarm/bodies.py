@@ -122,6 +122,12 @@ class ReplayLatestCall(ContractBody):
 # ---- our own ------------------------------------------------------------------------------------------------
 
 
+class StopEpisode(OwnBody):
+    """An episode, by its name in the log, without the secret of its claim."""
+
+    episode: Identifier
+
+
 class CompareTrainConfig(OwnBody):
     yaml_as_string: str
 

@@ -27,6 +27,7 @@ from bombus_gateway.swarm.claims import ClaimRoutes
 from bombus_gateway.swarm.context import EngineContext
 from bombus_gateway.swarm.ended import EndedEpisodes
 from bombus_gateway.swarm.engine import EngineRoutes
+from bombus_gateway.swarm.event_stream import EventStream
 from bombus_gateway.swarm.multi_model import MultiModelRoutes
 from bombus_gateway.swarm.replay import replay_call
 
@@ -67,6 +68,7 @@ def swarm_routes(gateway: Gateway, engine: str) -> list[SwarmRoute]:
         _control("POST", "/start_engine", engine_routes.start_engine),
         _control("POST", "/stop_engine", engine_routes.stop_engine),
         _control("POST", "/resume_engine", engine_routes.resume_engine),
+        _control("POST", "/stop_episode", episodes.stop_episode, bodies.StopEpisode),
         _client("POST", "/claim_episode", claims.claim_episode, bodies.ClaimEpisode),
         _client("POST", "/end_episode", episodes.end_episode, bodies.EndEpisode),
         _client("POST", "/abort_episode", episodes.abort_episode, bodies.NamedEpisode),
@@ -88,11 +90,13 @@ def swarm_routes(gateway: Gateway, engine: str) -> list[SwarmRoute]:
     ]
 
 
-def multi_model_routes(gateway: Gateway) -> list[SwarmRoute]:
-    """Return the routes of multi-model episodes, which span several engines, to be mounted at the root."""
+def hive_routes(gateway: Gateway) -> list[SwarmRoute]:
+    """Return the routes that belong to no engine, to be mounted at the root: the hive's events, and multi-model
+    episodes, which span several engines."""
     context = EngineContext(gateway, HIVE)
     multi = MultiModelRoutes(context)
     return [
+        _control("GET", "/events", EventStream(gateway).read),
         _client("POST", "/claim_multi_model_episodes", multi.claim, bodies.ClaimMultiModelEpisodes),
         _client("POST", "/end_multi_model_episodes", multi.end, bodies.EndMultiModelEpisodes),
         _client("POST", "/abort_multi_model_episodes", multi.abort, bodies.AbortEpisodes),
@@ -159,6 +163,21 @@ class EpisodeRoutes:
             failure=body.failure,
         )
         await self._context.execute(request, command)
+        return JsonResponse({"success": True})
+
+    async def stop_episode(self, request: Request) -> Response:
+        """Abort any client's episode, by its name in the log. An episode that is already over does not change."""
+        raw, body = await self._context.read(request, bodies.StopEpisode)
+        episode = self._context.state.open.get(body.episode)
+        if episode is not None:
+            command = inbox.Abort(
+                id=self._context.command_id(request, "stop_episode", "", raw),
+                engine=self._context.engine,
+                client=episode.client,
+                episodes=(episode.id,),
+                detail=inbox.BY_OPERATOR,
+            )
+            await self._context.execute(request, command)
         return JsonResponse({"success": True})
 
     async def can_continue_episode(self, request: Request) -> Response:

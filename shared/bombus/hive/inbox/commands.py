@@ -111,6 +111,9 @@ class MultiModelEnd(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     results: tuple[dict[str, EpisodeResult], ...]
 
 
+BY_OPERATOR = "by an operator"  # why an episode was aborted whose client did not ask for it
+
+
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
     """Abort episodes. If an episode is part of a multi-model episode, its partners are aborted too.
 
