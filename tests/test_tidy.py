@@ -102,6 +102,9 @@ WINGS = {
 OTHER_WINGS = {
     ("bombus_coordinator", "replay"): "it archives what it compacts, and verifies that first",
     ("bombus_gateway", "sdk"): "its answers have the types and the pauses that clients read",
+    ("bombus_overwatch", "insight"): "its curves are those of the page and the report",
+    ("bombus_overwatch", "replay"): "it shows the transcript of an episode",
+    ("bombus_overwatch", "sdk"): "it reaches a gateway as clients do",
     ("bombus_trainer", "commands"): "a launcher of ranks reads the flags of `bombus up`",
     ("bombus_trainer", "host"): "a launcher of ranks starts and ends them as `bombus up` does",
     ("bombus_trainer", "replay"): "it trains the steps of a log again",

@@ -1,7 +1,6 @@
 """The hive's events as a stream over HTTP: whole, resumable, the same as the log, and nothing while nobody reads it."""
 
 import asyncio
-import socket
 from base64 import b64decode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,20 +13,15 @@ import msgspec
 import pytest
 
 from bombus.bus import Bus, snapshots
-from bombus.bus.follow import Follower
 from bombus.hive import events as ev
 from bombus.hive.episodes import KEY_PREFIX
 from bombus.hive.events import AnyEvent
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import FOLD, Hive
 from bombus.machine.hive_keys import HiveKeys, NamedKey
-from bombus.machine.http_server import http_server
-from bombus_gateway.app import create_app
-from bombus_gateway.context import Gateway
-from bombus_gateway.keys import Keys
-from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.swarm import event_stream
 from bombus_gateway.swarm.event_stream import encoded
+from tests.gateway.event_streams import served_log
 from tests.gateway.swarm_hive import PlayedHive, played_hive
 from tests.overwatch.story import chaos, rolling
 from tests.overwatch.test_service import publish
@@ -128,24 +122,6 @@ async def test_while_nothing_happens_a_viewer_is_told_the_position(
 
 def has(viewer: Viewer, position: int) -> bool:
     return position in viewer.positions
-
-
-@asynccontextmanager
-async def served_log(bus: Bus) -> AsyncIterator[tuple[str, Follower]]:
-    """Serve a gateway whose log is written by the test."""
-    follower = Follower(bus)
-    gateway = Gateway(GatewaySettings(hive=bus.subjects.hive), bus, follower, Keys(b"a secret for tests of 32 bytes!!"))
-    gateway.ready = True
-    following = asyncio.create_task(follower.run())
-    try:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            async with http_server(create_app(gateway), listener, drain_s=5.0):
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}", follower
-                gateway.ready = False
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
 
 
 async def test_a_viewer_that_stops_reading_holds_up_nobody_and_gets_everything_later(

@@ -10,10 +10,13 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
+from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.records import CallRef
 from bombus_overwatch.app import Help, Overwatch
+from bombus_overwatch.browser import Browser, Confirm
 from bombus_overwatch.edges import Banner, KeyBar
+from bombus_overwatch.model import EpisodeRecord
 from bombus_overwatch.screen import Link
 from bombus_overwatch.widgets import EpisodesPanel, Notice, Panel, PhaseBar, ReplicasPanel, TailPanel
 from tests.overwatch.story import SECOND, Story, failed, operating, rolling
@@ -60,6 +63,151 @@ def test_a_small_terminal_gone_back_in_time(snap_compare: Compare) -> None:
 
 def test_the_models_of_a_run_of_operations(snap_compare: Compare) -> None:
     assert snap_compare(app_of(operating()), terminal_size=WIDE)
+
+
+def test_the_groups_of_a_run(snap_compare: Compare) -> None:
+    assert snap_compare(app_of(rolling(2)), press=["enter", "down"], terminal_size=WIDE)
+
+
+def test_an_episode_with_its_calls(snap_compare: Compare) -> None:
+    press = ["enter", *["down"] * 16, "enter", "down", "enter"]
+    assert snap_compare(app_of(rolling(2)), press=press, terminal_size=WIDE)
+
+
+def test_a_confirmation(snap_compare: Compare) -> None:
+    assert snap_compare(app_of(rolling(2)), press=["s"], terminal_size=(80, 24))
+
+
+# ---- from a run to an episode ---------------------------------------------------------------------------------
+
+
+class Operator:
+    """Notes what it is asked to do, and refuses if it is told to."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.asked: list[str] = []
+        self._refusal = refusal
+
+    def _ask(self, what: str) -> None:
+        if self._refusal:
+            raise Refused(Code.WRONG_PHASE, self._refusal)
+        self.asked.append(what)
+
+    async def stop(self, engine: str) -> None:
+        self._ask(f"stop {engine}")
+
+    async def abort(self, engine: str, record: EpisodeRecord) -> None:
+        self._ask(f"abort {record.episode} of {record.client} on {engine}")
+
+    async def transcript(self, episode: str) -> str:
+        self._ask(f"read {episode}")
+        return "user: a=\nassistant: \x1b[2Jaa"
+
+
+def operated(story: Story, operator: Operator) -> Overwatch:
+    app = app_of(story)
+    app.operator = operator
+    return app
+
+
+def page(app: Overwatch) -> str:
+    """Return what the screen on top shows, line by line."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+
+async def shows(app: Overwatch, pilot: Pilot[None], wanted: str) -> None:
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while wanted not in page(app):
+        assert asyncio.get_running_loop().time() < deadline, page(app)
+        await pilot.pause(0.02)
+
+
+async def test_enter_goes_from_a_run_to_an_episode_and_escape_back_to_where_one_was() -> None:
+    app = app_of(rolling(2))
+    async with app.run_test(size=WIDE, notifications=True) as pilot:
+        await pilot.press("enter", *["down"] * 16)
+        await shows(app, pilot, "engine main › run 1\n")
+        await pilot.press("enter")
+        await shows(app, pilot, "engine main › run 1 › step 2 gcd chain #14\n")
+        await pilot.press("down", "enter")
+        await shows(app, pilot, "engine main › run 1 › step 2 gcd chain #14 › main-1-64\n")
+        assert "fate     in a batch, trained in step 2" in page(app)
+        assert page(app).count("complete") == 2, "its two calls"
+        await pilot.press("escape", "enter")
+        await shows(app, pilot, "› main-1-64\n")
+        await pilot.press("escape", "escape", "enter")
+        await shows(app, pilot, "› step 2 gcd chain #14\n")
+        await pilot.press("escape", "escape")
+        assert not isinstance(app.screen, Browser)
+
+
+async def test_a_group_stays_in_view_when_its_batch_is_sealed() -> None:
+    story = Story()
+    story.boot()
+    story.publish(0)
+    app = app_of(story)
+    told = app.timeline.newest
+    (group,) = story.groups(0, 1)
+    async with app.run_test(size=WIDE, notifications=True) as pilot:
+        for position, event in enumerate(story.events[told:], told + 1):
+            app.take(position, event)
+        app.draw()
+        await pilot.press("enter", "enter")
+        await shows(app, pilot, f"› no batch {group.task}\n")
+        sealed = ev.BatchReady(**story.at, run=1, step=1, groups=(group,), config_digest="d")
+        app.take(position + 1, sealed)
+        await shows(app, pilot, f"› step 1 {group.task}\n")
+        assert page(app).count("in a batch") == 4
+
+
+async def test_an_open_episode_is_aborted_after_a_yes_and_after_nothing_else() -> None:
+    operator = Operator()
+    app = operated(rolling(2), operator)
+    async with app.run_test(size=WIDE, notifications=True) as pilot:
+        await pilot.press("enter", *["down"] * 3, "enter", "a")
+        for other in ("n", "escape", "enter"):
+            assert isinstance(app.screen, Confirm)
+            await pilot.press(other, "a")
+        assert operator.asked == []
+        await pilot.press("y")
+        await shows(app, pilot, "is aborted")
+        (asked,) = operator.asked
+        record = next(
+            each for each in app.timeline.live.history("main").episodes.values() if f" {each.episode} " in asked
+        )
+        assert (asked, record.fate) == (f"abort {record.episode} of {record.client} on main", "open")
+
+
+async def test_an_episode_that_is_over_cannot_be_aborted() -> None:
+    app = operated(rolling(2), Operator())
+    async with app.run_test(size=WIDE, notifications=True) as pilot:
+        await pilot.press("enter", *["down"] * 16, "enter", "a")
+        assert isinstance(app.screen, Browser)
+
+
+async def test_a_job_is_stopped_after_a_yes_and_a_refusal_is_shown() -> None:
+    operator = Operator()
+    app = operated(rolling(2), operator)
+    async with app.run_test(size=WIDE, notifications=True) as pilot:
+        await pilot.press("s", "n", "s", "y")
+        await shows(app, pilot, "engine main is stopped")
+        assert operator.asked == ["stop main"]
+        app.operator = Operator("it is not [b]running")
+        await pilot.press("s", "y")
+        await shows(app, pilot, "it is not [b]running")
+
+
+async def test_the_transcript_of_an_episode_is_read_when_asked_for() -> None:
+    operator = Operator()
+    app = operated(rolling(2), operator)
+    async with app.run_test(size=WIDE, notifications=True) as pilot:
+        await pilot.press("enter", *["down"] * 16, "enter", "enter", "t")
+        await shows(app, pilot, "assistant:  [2Jaa")
+        assert operator.asked == ["read main-1-63"]
+        app.operator = Operator("its calls were purged")
+        await pilot.press("t")
+        await shows(app, pilot, "its calls were purged")
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The fold that the screen draws, and the screen's data."""
 
 import time
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,11 @@ from bombus.figures import seconds_between
 from bombus.hive import events as ev
 from bombus.hive.describe import KINDS, EventGroup, line_of
 from bombus.hive.events import AbortReason, EpisodeType, Event
-from bombus_overwatch.model import TAIL_KEPT, HiveView, fold
+from bombus.hive.state import Hive
+from bombus.insight.charts import OF, points
+from bombus.insight.metrics import step_metrics
+from bombus.insight.runs import Runs
+from bombus_overwatch.model import TAIL_KEPT, HiveView, StepCurves, fold
 from bombus_overwatch.screen import Screen, StageState, screen_data
 from bombus_overwatch.timeline import Timeline, replicate
 from tests.coordinator.multi_model_in_memory import BIG, SMALL, THIRD, MultiModelHarness
@@ -26,8 +30,16 @@ def folded(events: list[Event], view: HiveView | None = None, start: int = 1) ->
     return view
 
 
+def curves_of(events: list[Event]) -> StepCurves:
+    curves = StepCurves()
+    for position, event in enumerate(events, 1):
+        curves.note(position, event)
+    return curves
+
+
 def shown(story: Story, after_s: float = 0.0, group: EventGroup = EventGroup.ALL) -> Screen:
-    return screen_data(folded(story.events), story.now_ns + int(after_s * SECOND), ENGINE, group)
+    now_ns = story.now_ns + int(after_s * SECOND)
+    return screen_data(folded(story.events), curves_of(story.events), now_ns, ENGINE, group)
 
 
 @pytest.fixture
@@ -42,13 +54,39 @@ def story() -> Story:
 # ---- rewards and figures --------------------------------------------------------------------------------------
 
 
-def test_training_reward_is_the_mean_of_a_versions_episodes(story: Story) -> None:
+def test_training_reward_is_the_mean_of_a_steps_batch(story: Story) -> None:
     for reward in (0.25, 0.75):
         story.end(0, story.claim(0, "t"), "t", reward)
-    assert shown(story).rewards.now_mean == 0.5
-    assert shown(story).rewards.train == (), "version 0 is still being sampled from"
-    story.publish(1)
-    assert shown(story).rewards.train == ((0, 0.5),)
+    assert (shown(story).rewards.now_mean, shown(story).rewards.now_episodes) == (0.5, 2)
+    assert shown(story).rewards.train == (), "they are in no batch yet"
+    story.train(0)
+    batch = next(event for event in story.events if isinstance(event, ev.BatchReady))
+    rewards = [each.reward for group in batch.groups for each in group.episodes]
+    assert [step for step, _ in shown(story).rewards.train] == [1]
+    assert shown(story).rewards.train[0][1] == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_the_curves_are_those_of_the_page(story: Story) -> None:
+    for version in range(3):
+        story.train(version)
+    runs = Runs(Hive())
+    for position, event in enumerate(story.events, 1):
+        runs.note(position, cast(ev.AnyEvent, event))
+    series, screen = runs.newest(ENGINE, "this log"), shown(story)
+    on_page = {key: points(OF[key], series) for key in ("reward", "loss", "grad_norm")}
+    rewards = [(point["x"], point["y"]) for point in on_page["reward"] if point["figure"] == "reward/mean"]
+    assert list(screen.rewards.train) == rewards
+    assert list(screen.training.loss) == [point["y"] for point in on_page["loss"]]
+    assert list(screen.training.grad_norm) == [point["y"] for point in on_page["grad_norm"]]
+    assert dict(screen.training.others).items() < step_metrics(series.steps[-1]).items()
+
+
+def test_a_view_of_the_past_shows_the_steps_that_were_known_then(story: Story) -> None:
+    for version in range(3):
+        story.train(version)
+    second = [n for n, event in enumerate(story.events, 1) if isinstance(event, ev.StepCompleted)][1]
+    past = screen_data(folded(story.events[:second]), curves_of(story.events), story.now_ns, ENGINE)
+    assert (past.training.last_step, len(past.training.loss)) == (2, 2)
 
 
 def test_held_out_episodes_have_a_curve_of_their_own(story: Story) -> None:
@@ -82,7 +120,7 @@ def test_a_steps_figures_come_from_its_metrics(story: Story) -> None:
     assert training.last_step == 1
     assert len(training.loss) == len(training.grad_norm) == 1
     assert training.merge_share == 0.93
-    assert ("clip_fraction", 0.012) in training.others
+    assert ("policy/clipped_share", 0.012) in training.others
 
 
 def test_before_the_first_step_the_merge_share_is_that_of_the_calls(story: Story) -> None:
@@ -106,14 +144,14 @@ def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_e
     view, paced = HiveView(), 0
     for position, event in enumerate(run.harness.log, 1):
         fold(view, position, event)
-        screen = screen_data(view, event.at_ns, ENGINE)
+        screen = screen_data(view, StepCurves(), event.at_ns, ENGINE)
         assert screen.status is not None or position == 1
         if isinstance(event, ev.EpisodeEnded) and screen.training.trainer.step_in_flight and screen.status:
             assert f"step {screen.training.trainer.step_in_flight} training" in screen.status.detail
             assert screen.status.pace is not None
             paced += bool(screen.status.pace.waits)
     assert paced > 10
-    assert len(view.history(ENGINE).rewards) > 5, "the versions at the claims"
+    assert len(curves_of(run.harness.log).until(view.position, ENGINE, 1)) > 5
 
 
 def test_rates_are_means_over_log_time_and_fade_when_nothing_comes(story: Story) -> None:
@@ -181,7 +219,7 @@ def test_each_engine_is_shown_alone_with_the_events_of_the_hive() -> None:
     one.boot()
     other.boot()
     view = folded(one.events + other.events[1:])
-    screen = screen_data(view, one.now_ns, "two")
+    screen = screen_data(view, StepCurves(), one.now_ns, "two")
     assert screen.engines == ("one", "two")
     assert screen.tail[0].text == "epoch 1 opened by coordinator-a"
     assert len(screen.tail) == len(other.events)
@@ -196,17 +234,17 @@ def test_a_claim_of_multi_model_episodes_is_one_row_on_each_of_its_engines() -> 
         harness.call(first[SMALL])
     view = folded(harness.log)
     for engine, alone in ((BIG, [single]), (SMALL, []), (THIRD, [])):
-        rows = screen_data(view, harness.now_ns, engine).episodes
+        rows = screen_data(view, StepCurves(), harness.now_ns, engine).episodes
         multi = [("2 on big+small", 2, 1)] if engine != THIRD else []
         assert sorted((row.episode.episode, row.count, row.episode.calls) for row in rows) == sorted(
             multi + [(name, 1, 0) for name in alone]
         )
-    (row,) = screen_data(view, harness.now_ns, SMALL).episodes
+    (row,) = screen_data(view, StepCurves(), harness.now_ns, SMALL).episodes
     assert row.near, "of its two multi-model episodes one has been idle all the time"
 
 
 def test_an_empty_log_can_be_shown() -> None:
-    screen = screen_data(HiveView(), 0)
+    screen = screen_data(HiveView(), StepCurves(), 0)
     assert screen.status is None
     assert screen.tail == ()
 
@@ -271,7 +309,7 @@ def test_every_event_has_a_text_and_a_group() -> None:
 def test_any_log_can_be_shown(seed: int) -> None:
     events = chaos(seed)
     assert all(line_of(event) for event in events)
-    screen_data(folded(events), events[-1].at_ns if events else 0)
+    screen_data(folded(events), curves_of(events), events[-1].at_ns if events else 0)
 
 
 def test_text_from_outside_cannot_move_the_cursor(story: Story) -> None:

@@ -5,12 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bombus.bus import Bus, EmbeddedServer
 from bombus.hive.events import Event, encode_event, kind_of
+from bombus.machine.process import free_port
 from bombus_overwatch.app import Overwatch
 from bombus_overwatch.screen import Link
-from bombus_overwatch.service import follow
+from bombus_overwatch.service import GatewayLink, _feed, follow
 from tests.conftest import SMALL_STREAMS
+from tests.gateway.event_streams import served_log
 from tests.overwatch.story import Story, rolling
 
 WAIT_S = 20.0
@@ -83,6 +87,46 @@ async def test_a_server_that_dies_is_waited_for(tmp_path: Path) -> None:
             feed.cancel()
             await asyncio.gather(feed, return_exceptions=True)
     await asyncio.to_thread(server.stop)
+
+
+async def test_over_a_gateway_the_screen_catches_up_with_a_log_and_follows_it(bus: Bus) -> None:
+    story = rolling(2)
+    await publish(bus, story.events[:-5])
+    app = Watched(story)
+    async with served_log(bus) as (url, follower), app.run_test(size=(120, 36)):
+        feed = asyncio.create_task(_feed(app, GatewayLink(url)))
+        await app.reached(len(story.events) - 5, Link.LIVE)
+        await publish(bus, story.events[-5:], len(story.events) - 4)
+        await app.reached(len(story.events), Link.LIVE)
+        assert app.timeline.live.hive == follower.hive
+        assert len(app.curves.until(len(story.events), "main", 1)) == 2
+        feed.cancel()
+        await asyncio.gather(feed, return_exceptions=True)
+
+
+async def test_a_gateway_that_goes_away_is_waited_for_and_no_event_is_folded_twice(bus: Bus) -> None:
+    story = rolling(2)
+    half = len(story.events) // 2
+    await publish(bus, story.events[:half])
+    app, port = Watched(story), free_port()
+    link = GatewayLink(f"http://127.0.0.1:{port}")
+    async with app.run_test(size=(120, 36)):
+        feed = asyncio.create_task(_feed(app, link))
+        async with served_log(bus, port):
+            await app.reached(half, Link.LIVE)
+        await app.reached(half, Link.CONNECTING)
+        assert "the gateway at" in app.viewer.why
+        await publish(bus, story.events[half:], half + 1)
+        async with served_log(bus, port) as (_, follower):
+            await app.reached(len(story.events), Link.LIVE)
+            assert app.timeline.live.hive == follower.hive
+        feed.cancel()
+        await asyncio.gather(feed, return_exceptions=True)
+
+
+def test_an_address_that_is_none_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match="must begin with http"):
+        GatewayLink("gateway:10086")
 
 
 def test_without_a_terminal_overwatch_names_the_command_that_prints() -> None:

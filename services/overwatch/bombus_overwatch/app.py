@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -14,12 +14,15 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from bombus.errors import BombusError
+from bombus.figures import one_line
 from bombus.hive.describe import EventGroup
 from bombus.hive.events import Event
 from bombus.hive.state import Hive
 from bombus_overwatch import palette as pal
+from bombus_overwatch.browser import Browser, Confirm, HiveOperator
 from bombus_overwatch.edges import Banner, KeyBar, StatusLine
-from bombus_overwatch.model import SECOND, HiveView
+from bombus_overwatch.model import SECOND, HiveView, StepCurves
 from bombus_overwatch.reward import RewardPanel
 from bombus_overwatch.screen import Link, ViewerState, engines_of, screen_data
 from bombus_overwatch.timeline import Timeline
@@ -44,6 +47,8 @@ HELP = (
     ("← →", "one event back or forward in time"),
     ("pgup pgdn", f"{PAGE_EVENTS} events back or forward"),
     ("home end", "the oldest event that is kept; back to live"),
+    ("enter", "the run's groups, their episodes, and one episode; escape goes back"),
+    ("s", "stop the engine's job; on an episode, a aborts it"),
     ("e", "the next engine"),
     ("f", "show only events of one kind"),
     ("?", "this help"),
@@ -87,7 +92,7 @@ class Help(ModalScreen[None]):
 class Overwatch(App[None]):
     """Shows one hive. `take` folds in an event, and `report` sets the state of the link; neither of them draws.
 
-    `clock` returns the time in nanoseconds since the epoch.
+    `clock` returns the time in nanoseconds since the epoch. `operator` carries out what a person asks for.
     """
 
     CSS_PATH = Path(__file__).with_name("overwatch.tcss")
@@ -105,6 +110,8 @@ class Overwatch(App[None]):
         Binding("q", "quit", "quit"),
         Binding("p", "pause", "pause"),
         Binding("e", "next_engine", "engine"),
+        Binding("enter", "browse", show=False),
+        Binding("s", "stop", show=False),
         Binding("f", "next_filter", "filter"),
         Binding("question_mark", "help", "help"),
         Binding("left", "scrub(-1)", show=False),
@@ -115,15 +122,20 @@ class Overwatch(App[None]):
         Binding("end", "live", show=False),
     ]
 
-    def __init__(self, hive: str, clock: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self, hive: str, clock: Callable[[], int] = time.time_ns, operator: HiveOperator | None = None
+    ) -> None:
         super().__init__()
         self.up = asyncio.Event()  # set once the screen is running and can take events
+        self.operator = operator
         self.timeline = Timeline()
+        self.curves = StepCurves()
         self.viewer = ViewerState(hive=hive)
         self._clock = clock
         self._held: HiveView | None = None
         self._held_now_ns = 0
-        self._engine = ""
+        self._engine = ""  # "" until a person chooses one
+        self.engine = ""  # the one that is shown
         self._group = EventGroup.ALL
         self._dirty = True
         self._drawn_ns = 0
@@ -139,7 +151,7 @@ class Overwatch(App[None]):
                 yield ModelsPanel("Models")
                 yield EpisodesPanel("Running episodes")
             with Vertical(id="right"):
-                yield RewardPanel("Reward by policy version")
+                yield RewardPanel("Reward by step")
                 yield TrainingPanel("Training")
         with Horizontal(id="bottom"):
             yield TailPanel("Events")
@@ -158,12 +170,14 @@ class Overwatch(App[None]):
 
     def begin(self, position: int, hive: Hive) -> None:
         """Start again from the state `hive` at `position`. Later events follow through `take`."""
+        self.curves = StepCurves(hive)
         self.timeline = Timeline(HiveView(hive=hive, position=position))
         self._dirty = True
 
     def take(self, position: int, event: Event) -> None:
         """Fold in the event at `position`. Events in a burst are drawn together."""
         self.timeline.fold(position, event)
+        self.curves.note(position, event)
         self._dirty = True
 
     def report(self, link: Link, why: str = "", target: int = 0) -> None:
@@ -188,11 +202,9 @@ class Overwatch(App[None]):
         """Draw the live view, or the held view if there is one."""
         self._dirty = False
         self._drawn_ns = self._clock()
-        if self._held is not None:
-            view, now_ns = self._held, self._held_now_ns
-        else:
-            view, now_ns = self.timeline.live, self._drawn_ns
-        data = screen_data(view, now_ns, self._engine, self._group)
+        view, now_ns = self.shown
+        data = screen_data(view, self.curves, now_ns, self._engine, self._group)
+        self.engine = data.engine
         viewer = replace(
             self.viewer,
             newest=self.timeline.newest,
@@ -204,6 +216,16 @@ class Overwatch(App[None]):
             line.show_viewer(viewer)
         for panel in base.query(Panel):
             panel.show(data)
+        for screen in self.screen_stack:
+            if isinstance(screen, Browser):
+                screen.show()
+
+    @property
+    def shown(self) -> tuple[HiveView, int]:
+        """The view that is drawn, the held one or the live one, and its time."""
+        if self._held is not None:
+            return self._held, self._held_now_ns
+        return self.timeline.live, self._clock()
 
     # ---- keys -------------------------------------------------------------------------------------------------
 
@@ -241,6 +263,34 @@ class Overwatch(App[None]):
         groups = list(EventGroup)
         self._group = groups[(groups.index(self._group) + 1) % len(groups)]
         self.draw()
+
+    def action_browse(self) -> None:
+        if self.engine and len(self.screen_stack) == 1:
+            self.push_screen(Browser(self))
+
+    def action_stop(self) -> None:
+        engine = self.engine
+        if engine:
+            what = f"Stop the job of engine {engine}? Its open episodes are aborted; what is on the log is kept."
+            self.confirm(what, lambda operator: operator.stop(engine), f"engine {engine} is stopped")
+
+    def confirm(self, question: str, act: Callable[[HiveOperator], Awaitable[None]], done: str) -> None:
+        """Act if a person confirms it. The outcome is shown in a corner of the screen."""
+
+        async def acting(operator: HiveOperator) -> None:
+            try:
+                await act(operator)
+            except (BombusError, TimeoutError) as error:
+                why = str(error) or "the hive did not reply in time"
+                self.notify(one_line(why), title="not done", severity="error", markup=False)
+            else:
+                self.notify(one_line(done), markup=False)
+
+        def answered(yes: bool | None) -> None:
+            if yes and self.operator is not None:
+                self.run_worker(acting(self.operator))
+
+        self.push_screen(Confirm(question), answered)
 
     def action_help(self) -> None:
         self.push_screen(Help())

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import sys
+from urllib.parse import urlsplit
 
 from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
@@ -12,6 +13,12 @@ from bombus_overwatch import service
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_hive_arguments(parser)
+    parser.add_argument(
+        "--swarm-url",
+        metavar="URL",
+        help="reach the hive through this gateway, such as http://gateway:10086, instead of the bus. If the hive has "
+        "keys, $BOMBUS_ADMIN_KEY is sent, or the key in the URL: http://gateway:10086/k/KEY",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -19,8 +26,17 @@ def run(arguments: argparse.Namespace) -> int:
         complain("bombus overwatch: there is no terminal to draw in: use `bombus status`")
         return 1
     try:
-        asyncio.run(service.run(arguments.nats, arguments.hive))
+        asyncio.run(_show(arguments))
     except (BombusError, ValueError) as error:
-        complain(f"bombus overwatch: {error}", *hint_at_bus(arguments))
+        hints = () if arguments.swarm_url else hint_at_bus(arguments)
+        complain(f"bombus overwatch: {error}", *hints)
         return 1
     return 0
+
+
+async def _show(arguments: argparse.Namespace) -> None:
+    if arguments.swarm_url:
+        link = service.GatewayLink(arguments.swarm_url)
+        await service.run(link, urlsplit(arguments.swarm_url).netloc)
+    else:
+        await service.run(service.BusLink(arguments.nats, arguments.hive), arguments.hive)

@@ -1,4 +1,4 @@
-"""The reward chart: training and held-out reward over policy versions, in one picture."""
+"""The reward chart: training reward by step and held-out reward by policy version, in one picture."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class RewardPanel(Panel):
     """Shows a line for training, and diamonds for held-out tasks."""
 
     def retitle(self, screen: Screen) -> None:
-        self.border_title = f"Reward by {'saved model' if screen.rewards.by_sampler else 'policy version'}"
+        self.border_title = f"Reward by {'saved model' if screen.rewards.by_sampler else 'step'}"
         self.border_subtitle = _of_episodes(screen.status.rollouts) if screen.status is not None else ""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
@@ -35,7 +35,7 @@ class RewardPanel(Panel):
         if not train and not held_out:
             after = "the first saved model" if screen.rewards.by_sampler else "step 1"
             return [*rows, Text(""), Text(f"the curve begins after {after}", pal.QUIET)]
-        unit = "saved model" if screen.rewards.by_sampler else "version"
+        unit = "saved model" if screen.rewards.by_sampler else "step"
         return rows + _chart(train, held_out, width, height - 1 - len(rows), unit)
 
 

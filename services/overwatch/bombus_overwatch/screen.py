@@ -6,12 +6,22 @@ from enum import StrEnum
 
 from bombus.figures import one_line, seconds_between
 from bombus.hive.describe import EventGroup, line_of, tone_of
-from bombus.hive.events import HIVE
+from bombus.hive.events import HIVE, EpisodeType
 from bombus.hive.operations.state import mean_loss
-from bombus.hive.state import EngineState, Phase
+from bombus.hive.state import EngineState, EvalStats, Phase
 from bombus.hive.status.data import engine_status, multi_model_claims
 from bombus.hive.status.rows import EngineStatus, ModelStatus, MultiModelClaimStatus, OpenEpisode, TrainerStatus
-from bombus_overwatch.model import SECOND, EngineHistory, HiveView, LoggedEvent, ModelHistory, SecondCounts
+from bombus_overwatch.model import (
+    SECOND,
+    EngineHistory,
+    EpisodeRecord,
+    HiveView,
+    LoggedEvent,
+    ModelHistory,
+    SecondCounts,
+    StepCurves,
+    StepPoint,
+)
 
 TAIL_SHOWN = 200
 RATE_S = 30  # seconds that the rates are averaged over
@@ -19,11 +29,13 @@ RATE_CURVE_S = 300
 NEAR_LIMIT = 0.75  # an episode that has used this share of its idle limit stands out
 HALF_LIMIT = 0.5
 
-# The trainer's names for the metrics that are shown in fixed places. The other metrics are listed by name.
-LOSS = "loss"
-GRAD_NORM = "grad_norm"
-STALENESS = "staleness_mean"
-MERGED = "merged_share"
+# The figures that are shown in fixed places. The others are listed by name, those of the learning first.
+REWARD = "reward/mean"
+LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"
+STALENESS = "age/mean"
+MERGED = "trainer/merged_share"
+LISTED_FIRST = ("reported/", "policy/", "train/", "trainer/")
 
 
 class StageState(StrEnum):
@@ -68,10 +80,11 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class RewardCurves:
-    """Mean rewards by policy version. `train` has the complete versions; `now_mean` is the current version's mean.
+    """Mean rewards: `train` by step, `held_out` by policy version, `now_mean` of the episodes that wait for a batch.
 
-    In an operations run (`by_sampler`), the means are by saved model, numbered in the order in which their first
-    episodes ended. `data_sets` has the mean of each data set for the newest version that was evaluated.
+    In an operations run (`by_sampler`), `train` is by saved model, numbered in the order in which their first episodes
+    ended, and `now_mean` is that of the newest one. `data_sets` has the mean of each data set for the
+    newest version that was evaluated.
     """
 
     train: tuple[tuple[int, float], ...]
@@ -95,7 +108,7 @@ class TrainingSummary:
     grad_norm: tuple[float, ...]
     staleness: float | None
     merge_share: float | None  # share of calls that extended an earlier call token for token
-    others: tuple[tuple[str, float], ...]  # metrics that episodes report, and the last step's other metrics
+    others: tuple[tuple[str, float], ...]  # the last step's other figures
     model: str = ""
 
 
@@ -159,11 +172,39 @@ class Screen:
     tail_group: EventGroup
 
 
+@dataclass(frozen=True)
+class ShownGroup:
+    """Episodes of one task that belong together. `key` is where they are, such as "step 12", and their task."""
+
+    key: tuple[str, str]
+    episodes: tuple[EpisodeRecord, ...]
+
+    @property
+    def names(self) -> set[str]:
+        return {each.episode for each in self.episodes}
+
+
+def groups_of(history: EngineHistory) -> list[ShownGroup]:
+    """Return the groups of a run's newest episodes, the newest group first."""
+    groups: dict[tuple[str, str], list[EpisodeRecord]] = {}
+    for record in reversed(history.episodes.values()):
+        groups.setdefault((_batch_of(record), record.task), []).append(record)
+    return [ShownGroup(key, tuple(reversed(episodes))) for key, episodes in groups.items()]
+
+
+def _batch_of(record: EpisodeRecord) -> str:
+    if record.type == EpisodeType.EVAL:
+        return f"held-out v{record.version}"
+    return f"step {record.step}" if record.step else "no batch"
+
+
 def engines_of(view: HiveView) -> tuple[str, ...]:
     return tuple(sorted(name for name in view.hive.engines if name != HIVE))
 
 
-def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup = EventGroup.ALL) -> Screen:
+def screen_data(
+    view: HiveView, curves: StepCurves, now_ns: int, engine: str = "", group: EventGroup = EventGroup.ALL
+) -> Screen:
     """Return what to show at `now_ns` for `engine`, or for the first engine if unknown. The tail shows `group`."""
     engines = engines_of(view)
     chosen = engine if engine in engines else next(iter(engines), "")
@@ -171,6 +212,7 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
     history = view.histories.get(chosen) or EngineHistory()
     now_ns = max(now_ns, view.hive.now_ns)
     status = engine_status(state, now_ns)
+    steps = curves.until(view.position, chosen, state.run)
     return Screen(
         position=view.position,
         now_ns=now_ns,
@@ -180,8 +222,8 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
         stages=_stages(state, history, now_ns),
         episodes=_episodes(view, status, now_ns),
         models=_models(status, history, now_ns),
-        rewards=_rewards(state, history),
-        training=_training(state, status, history),
+        rewards=_rewards(state, history, steps),
+        training=_training(state, status, history, steps),
         rates=_window(history.seconds, now_ns // SECOND),
         aborted=_by_count(history.aborted),
         dropped=_by_count(history.dropped),
@@ -237,18 +279,23 @@ def _stages(engine: EngineState, history: EngineHistory, now_ns: int) -> tuple[S
     )
 
 
-def _rewards(engine: EngineState, history: EngineHistory) -> RewardCurves:
+def _rewards(engine: EngineState, history: EngineHistory, steps: Sequence[StepPoint]) -> RewardCurves:
     by_sampler = engine.clients_take_episodes
-    current = history.samplers_seen if by_sampler else engine.version
-    now = history.rewards.get(current)
-    done = ((version, stats.mean) for version, stats in history.rewards.items() if version < current)
+    if by_sampler:
+        current = history.samplers_seen
+        now = history.rewards.get(current) or EvalStats()
+        done = [(number, stats.mean) for number, stats in sorted(history.rewards.items()) if number < current]
+    else:
+        waiting = [each.reward for each in engine.pool.values()]
+        now = EvalStats(episodes=len(waiting), reward_sum=sum(waiting))
+        done = _curve(steps, REWARD)
     held_out = {version: stats for version, stats in sorted(engine.evals.items()) if stats.episodes}
     newest = held_out[max(held_out)].data_sets if held_out else {}
     return RewardCurves(
-        train=tuple(sorted(done)),
+        train=tuple(done),
         held_out=tuple((version, stats.mean) for version, stats in held_out.items()),
-        now_mean=now.mean if now else None,
-        now_episodes=now.episodes if now else 0,
+        now_mean=now.mean if now.episodes else None,
+        now_episodes=now.episodes,
         by_sampler=by_sampler,
         data_sets=tuple((one_line(name), stats.mean) for name, stats in sorted(newest.items()) if stats.episodes),
     )
@@ -271,30 +318,39 @@ def _models(status: EngineStatus, history: EngineHistory, now_ns: int) -> tuple[
     )
 
 
-def _curve(history: EngineHistory, name: str) -> tuple[float, ...]:
-    return tuple(point.metrics[name] for point in history.steps if name in point.metrics)
+def _curve(steps: Sequence[StepPoint], name: str) -> list[tuple[int, float]]:
+    return [(point.step, point.metrics[name]) for point in steps if name in point.metrics]
 
 
-def _training(engine: EngineState, status: EngineStatus, history: EngineHistory) -> TrainingSummary:
-    metrics = history.steps[-1].metrics if history.steps else {}
+def _values(steps: Sequence[StepPoint], name: str) -> tuple[float, ...]:
+    return tuple(value for _, value in _curve(steps, name))
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Return the place of a figure in the list of figures, for sorting."""
+    return next((n for n, start in enumerate(LISTED_FIRST) if name.startswith(start)), len(LISTED_FIRST)), name
+
+
+def _training(
+    engine: EngineState, status: EngineStatus, history: EngineHistory, steps: Sequence[StepPoint]
+) -> TrainingSummary:
+    metrics = steps[-1].metrics if steps else {}
     counters = engine.counters
-    shown = {LOSS, GRAD_NORM, STALENESS, MERGED}
+    shown = {REWARD, LOSS, GRAD_NORM, STALENESS, MERGED}
     merged = metrics.get(MERGED)
     of_agents = counters.calls - counters.calls_masked
     if merged is None and of_agents:
         merged = counters.calls_merged / of_agents
     model, computed = next(reversed(history.models.items()), ("", ModelHistory()))
     is_of_clients = status.clients_take_episodes
-    reported = status.rollouts[-1].metrics if status.rollouts else {}
-    listed = [(name, value) for name, value in sorted(metrics.items()) if name not in shown]
     return TrainingSummary(
         trainer=status.trainer,
-        last_step=history.steps[-1].step if history.steps else None,
-        loss=tuple(computed.losses) if is_of_clients else _curve(history, LOSS),
-        grad_norm=tuple(computed.grad_norms) if is_of_clients else _curve(history, GRAD_NORM),
+        last_step=steps[-1].step if steps else None,
+        loss=tuple(computed.losses) if is_of_clients else _values(steps, LOSS),
+        grad_norm=tuple(computed.grad_norms) if is_of_clients else _values(steps, GRAD_NORM),
         staleness=metrics.get(STALENESS),
         merge_share=merged,
-        others=tuple((one_line(name), value) for name, value in [*reported.items(), *listed]),
+        others=tuple((one_line(name), metrics[name]) for name in sorted(metrics, key=_place) if name not in shown),
         model=one_line(model) if is_of_clients else "",
     )
 

@@ -1,26 +1,52 @@
-"""Connects the screen to a hive's log and keeps it connected."""
+"""Connects the screen to a hive, over its bus or through a gateway, and keeps it connected."""
 
 import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Protocol
 
-from bombus.bus import Bus, ServerRefused
+import httpx
+import msgspec
+
+from bombus.bus import Bus, ServerRefused, snapshots
 from bombus.bus.follow import Follower
-from bombus.errors import BusUnavailable
+from bombus.errors import BusUnavailable, Code, Refused
+from bombus.hive import inbox
+from bombus.hive.decoding import decoded
+from bombus.hive.events import AnyEvent
+from bombus.hive.state import Hive
 from bombus.hive.subjects import Subjects
+from bombus.replay.episode.story import read_story
+from bombus.replay.episode.text import text
+from bombus.replay.episode.tree import read_transcript
+from bombus.replay.source import BusSource, NotOnLog
+from bombus.sdk.transport import address, client_options
 from bombus_overwatch.app import Overwatch
+from bombus_overwatch.browser import HiveOperator
+from bombus_overwatch.model import EpisodeRecord
 from bombus_overwatch.screen import Link
 
 RETRY_S = 1.0
+SILENCE_S = 10.0  # a gateway sends something at least every two seconds
+REFUSAL_CHARACTERS = 2000
+TOKENS_LISTED = 0  # tokens of each reply in a transcript that are listed one by one
 LINK_CHECK_S = 0.1
 AWAY = "the bus is away: this is the last known state, and updates resume when the bus is back"
 
 
-async def run(nats_url: str, hive: str) -> None:
-    """Show the hive until the user quits. While the bus is away, the screen waits for it.
+class HiveLink(HiveOperator, Protocol):
+    async def feed(self, app: Overwatch) -> None:
+        """Follow the log until cancelled. Raises errors in the log, and `Refused` if the hive refuses to show it."""
 
-    Raises `ValueError` for a bad hive name. If the log is corrupt, closes the screen and raises `LogCorrupted`.
+
+async def run(link: HiveLink, title: str) -> None:
+    """Show a hive until the user quits. While it is away, the screen waits for it.
+
+    If the log is corrupt or the hive refuses, closes the screen and raises `LogCorrupted` or `Refused`.
     """
-    app = Overwatch(Subjects(hive).hive)
-    feed = asyncio.create_task(_feed(app, nats_url, hive))
+    app = Overwatch(title, operator=link)
+    feed = asyncio.create_task(_feed(app, link))
     feed.add_done_callback(lambda done: None if done.cancelled() else app.exit())
     try:
         await app.run_async()
@@ -31,16 +57,55 @@ async def run(nats_url: str, hive: str) -> None:
         feed.result()
 
 
-async def _feed(app: Overwatch, nats_url: str, hive: str) -> None:
-    """Follow the log until cancelled. Raises errors in the log."""
+async def _feed(app: Overwatch, link: HiveLink) -> None:
     await app.up.wait()
     while True:
         try:
-            async with await Bus.connect(nats_url, hive, name="overwatch") as bus:
-                await follow(app, bus)
+            await link.feed(app)
         except (BusUnavailable, ServerRefused) as error:
             app.report(Link.CONNECTING, str(error))  # the server or the hive's streams may not exist yet
         await asyncio.sleep(RETRY_S)
+
+
+# ---- over the bus -------------------------------------------------------------------------------------------------
+
+
+class BusLink:
+    """A hive that is reached over its bus. Raises `ValueError` for a bad hive name."""
+
+    def __init__(self, nats_url: str, hive: str) -> None:
+        self._nats_url = nats_url
+        self._hive = Subjects(hive).hive
+        self._connected: Bus | None = None
+
+    async def feed(self, app: Overwatch) -> None:
+        async with await Bus.connect(self._nats_url, self._hive, name="overwatch") as bus:
+            self._connected = bus
+            await follow(app, bus)
+
+    @property
+    def _bus(self) -> Bus:
+        if self._connected is None or not self._connected.is_connected:
+            raise BusUnavailable("the bus is away; try again once it is back")
+        return self._connected
+
+    async def stop(self, engine: str) -> None:
+        await self._bus.inbox.request(inbox.Stop(id=uuid.uuid4().hex, engine=engine))
+
+    async def abort(self, engine: str, record: EpisodeRecord) -> None:
+        command = inbox.Abort(
+            id=uuid.uuid4().hex,
+            engine=engine,
+            client=record.client,
+            episodes=(record.episode,),
+            detail=inbox.BY_OPERATOR,
+        )
+        await self._bus.inbox.request(command)
+
+    async def transcript(self, episode: str) -> str:
+        source = BusSource(self._bus, f"hive {self._hive}")
+        transcript = await read_transcript(source, await read_story(source, episode), False)
+        return "\n".join(text(transcript, TOKENS_LISTED, colour=False))
 
 
 async def follow(app: Overwatch, bus: Bus) -> None:
@@ -75,3 +140,118 @@ def _link(connected: bool, caught_up: bool) -> Link:
     if not connected:
         return Link.AWAY
     return Link.LIVE if caught_up else Link.CATCHING_UP
+
+
+# ---- over a gateway -----------------------------------------------------------------------------------------------
+
+
+class GatewayLink:
+    """A hive that is reached through a gateway, with the key of an operator. Raises `ValueError` for a bad URL."""
+
+    def __init__(self, swarm_url: str) -> None:
+        self._url, key = address(swarm_url, None)
+        self._options = {"timeout": SILENCE_S, **client_options(self._url, None, key)}
+        self._after: int | None = None  # the newest event that has arrived
+        self._target = 0  # the position to catch up to
+
+    async def feed(self, app: Overwatch) -> None:
+        resumed = {} if self._after is None else {"last-event-id": str(self._after)}
+        shown: Link | None = None
+        try:
+            async with (
+                httpx.AsyncClient(**self._options) as http,
+                http.stream("GET", "/events", headers=resumed) as reply,
+            ):
+                await _check(reply)
+                async for name, position, data in _sent(reply):
+                    link = self._take(app, name, position, data)
+                    if link != shown:
+                        app.report(link, AWAY if link == Link.AWAY else "", self._target)
+                        shown = link
+        except httpx.HTTPError as error:
+            raise BusUnavailable(_unreachable(self._url, error)) from error
+
+    def _take(self, app: Overwatch, name: str, position: int | None, data: bytes) -> Link:
+        """Take in what the gateway sent. Return the state of the link since then."""
+        is_away = False
+        if name == "begin":
+            begin = msgspec.json.decode(data, type=_Begin)
+            hive = snapshots.decode(begin.state).hive if begin.state else Hive()
+            app.begin(begin.position, hive)
+        elif name == "position":
+            told = msgspec.json.decode(data, type=_Told)
+            self._target, is_away = told.position, not told.bus
+        elif position is not None:
+            with suppress(msgspec.ValidationError):  # a newer release wrote it: skipped as by every fold
+                app.take(position, decoded(_events.decode, data))
+        if position is not None:
+            self._after = position
+        return _link(not is_away, (self._after or 0) >= self._target)
+
+    async def stop(self, engine: str) -> None:
+        await self._send(f"/e/{engine}/stop_engine", {})
+
+    async def abort(self, engine: str, record: EpisodeRecord) -> None:
+        await self._send(f"/e/{engine}/stop_episode", {"episode": record.episode})
+
+    async def _send(self, path: str, body: dict[str, str]) -> None:
+        try:
+            async with httpx.AsyncClient(**self._options) as http:
+                reply = await http.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise BusUnavailable(_unreachable(self._url, error)) from error
+        await _check(reply)
+        if why := reply.json().get("failure_reason"):
+            raise Refused(Code.WRONG_PHASE, why)
+
+    async def transcript(self, episode: str) -> str:
+        raise NotOnLog(
+            f"A gateway does not show what others call. On the hive's machine, `bombus replay episode {episode}` does."
+        )
+
+
+class _Begin(msgspec.Struct):
+    position: int
+    state: bytes
+
+
+class _Told(msgspec.Struct):
+    position: int
+    bus: bool
+
+
+_events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent, strict=False)
+
+
+def _unreachable(url: str, error: httpx.HTTPError) -> str:
+    return f"the gateway at {url} is away: {error or type(error).__name__}"
+
+
+async def _check(reply: httpx.Response) -> None:
+    """Raise `BusUnavailable` for an answer that may be another one later, and `Refused` for any other refusal."""
+    if reply.status_code == httpx.codes.OK:
+        return
+    body = (await reply.aread()).decode(errors="replace")[:REFUSAL_CHARACTERS]
+    try:
+        refusal = msgspec.json.decode(body, type=_Refusal)
+    except msgspec.MsgspecError:
+        refusal = _Refusal(f"it answered {reply.status_code} {body!r}: is this the address of a hive?", Code.MALFORMED)
+    if reply.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        raise BusUnavailable(refusal.detail)
+    raise Refused(refusal.code, refusal.detail)
+
+
+class _Refusal(msgspec.Struct):
+    detail: str
+    code: Code
+
+
+async def _sent(reply: httpx.Response) -> AsyncIterator[tuple[str, int | None, bytes]]:
+    """Yield the name, id and data of each server-sent event."""
+    rest = b""
+    async for chunk in reply.aiter_raw():
+        *blocks, rest = (rest + chunk).split(b"\n\n")
+        for block in blocks:
+            fields = dict(line.split(b": ", 1) for line in block.split(b"\n"))
+            position = int(fields[b"id"]) if b"id" in fields else None
+            yield fields.get(b"event", b"").decode(), position, fields[b"data"]

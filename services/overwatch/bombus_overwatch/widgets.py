@@ -25,6 +25,7 @@ PHASES = {
 }
 
 
+LABEL = 16  # cells for the name of a curve
 HEADING = f"{pal.QUIET} underline"
 STAGE_MARKS = {
     StageState.RUNNING: ("◐", pal.AMBER),
@@ -307,11 +308,11 @@ class TrainingPanel(Panel):
             head.append(str(training.last_step) if training.last_step is not None else "–", pal.TEXT)
             head.append(" is done" if training.last_step is not None else " none yet", pal.QUIET)
         head.append(f"  trainer epoch {trainer.epoch}" if trainer.epoch else "  no trainer", pal.QUIET)
-        room = max(4, width - 20)
+        room = max(4, width - LABEL - 9)
         rows = [
             head,
-            _curve("loss", training.loss, room, pal.SKY),
-            _curve("grad norm", training.grad_norm, room, pal.PURPLE),
+            _curve("train/loss", training.loss, room, pal.SKY),
+            _curve("train/grad_norm", training.grad_norm, room, pal.PURPLE),
             self._tokens(rates.tokens_s, rates.tokens_curve, room),
             self._figures(screen),
         ]
@@ -321,7 +322,7 @@ class TrainingPanel(Panel):
         ]
 
     def _tokens(self, tokens_s: float, curve: tuple[float, ...], room: int) -> Text:
-        row = Text(fit("tokens/s", 11), pal.QUIET)
+        row = Text(fit("tokens/s", LABEL), pal.QUIET)
         row.append(fit(sparkline(curve, room, floor=0.0), room), pal.GREEN)
         return row.append(fit(figure(round(tokens_s)), 9, right=True), f"bold {pal.TEXT}")
 
@@ -336,7 +337,7 @@ class TrainingPanel(Panel):
 
 
 def _curve(label: str, values: tuple[float, ...], room: int, colour: str) -> Text:
-    row = Text(fit(label, 11), pal.QUIET)
+    row = Text(fit(label, LABEL), pal.QUIET)
     if not values:
         return row.append("–", pal.FAINT)
     row.append(fit(sparkline(values, room), room), colour)
