@@ -52,6 +52,7 @@ SWARM: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/sync_train_config", {"yaml_as_string": "nonsense: ["}),
     ("POST", "/sync_train_code", {}),
     ("POST", "/resume_engine", {}),
+    ("POST", "/stop_episode", {"episode": "main-9-9"}),
     ("POST", "/start_engine", {}),
 ]
 

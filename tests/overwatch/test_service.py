@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bombus.bus import Bus, EmbeddedServer
@@ -122,6 +123,15 @@ async def test_a_gateway_that_goes_away_is_waited_for_and_no_event_is_folded_twi
             assert app.timeline.live.hive == follower.hive
         feed.cancel()
         await asyncio.gather(feed, return_exceptions=True)
+
+
+async def test_an_event_that_only_a_newer_release_understands_is_skipped() -> None:
+    app, link = Overwatch("demo"), GatewayLink("http://127.0.0.1:1")
+    link._take(app, "", 1, msgspec.json.encode(rolling(0).events[0]))
+    link._take(app, "", 2, b'{"kind": "of.the.future"}')
+    assert app.timeline.newest == 1
+    assert link._take(app, "position", None, b'{"position": 2, "bus": true}') == Link.LIVE
+    assert link._take(app, "position", None, b'{"position": 2, "bus": false}') == Link.AWAY
 
 
 def test_an_address_that_is_none_is_refused_in_a_sentence() -> None:

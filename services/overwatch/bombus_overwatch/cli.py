@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--swarm-url",
         metavar="URL",
         help="reach the hive through this gateway, such as http://gateway:10086, instead of the bus. If the hive has "
-        "keys, $BOMBUS_ADMIN_KEY is sent, or the key in the URL: http://gateway:10086/k/KEY",
+        "keys, set $BOMBUS_ADMIN_KEY",
     )
 
 
@@ -37,6 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
 async def _show(arguments: argparse.Namespace) -> None:
     if arguments.swarm_url:
         link = service.GatewayLink(arguments.swarm_url)
-        await service.run(link, urlsplit(arguments.swarm_url).netloc)
+        await service.run(link, urlsplit(arguments.swarm_url).netloc.rpartition("@")[2])
     else:
         await service.run(service.BusLink(arguments.nats, arguments.hive), arguments.hive)

@@ -4,7 +4,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Protocol
 
 import httpx
 import msgspec
@@ -23,7 +22,6 @@ from bombus.replay.episode.tree import read_transcript
 from bombus.replay.source import BusSource, NotOnLog
 from bombus.sdk.transport import address, client_options
 from bombus_overwatch.app import Overwatch
-from bombus_overwatch.browser import HiveOperator
 from bombus_overwatch.model import EpisodeRecord
 from bombus_overwatch.screen import Link
 
@@ -35,12 +33,7 @@ LINK_CHECK_S = 0.1
 AWAY = "the bus is away: this is the last known state, and updates resume when the bus is back"
 
 
-class HiveLink(HiveOperator, Protocol):
-    async def feed(self, app: Overwatch) -> None:
-        """Follow the log until cancelled. Raises errors in the log, and `Refused` if the hive refuses to show it."""
-
-
-async def run(link: HiveLink, title: str) -> None:
+async def run(link: "BusLink | GatewayLink", title: str) -> None:
     """Show a hive until the user quits. While it is away, the screen waits for it.
 
     If the log is corrupt or the hive refuses, closes the screen and raises `LogCorrupted` or `Refused`.
@@ -57,7 +50,8 @@ async def run(link: HiveLink, title: str) -> None:
         feed.result()
 
 
-async def _feed(app: Overwatch, link: HiveLink) -> None:
+async def _feed(app: Overwatch, link: "BusLink | GatewayLink") -> None:
+    """Follow the log until cancelled. Raises errors in the log, and `Refused` if the hive refuses to show it."""
     await app.up.wait()
     while True:
         try:
@@ -182,8 +176,11 @@ class GatewayLink:
             told = msgspec.json.decode(data, type=_Told)
             self._target, is_away = told.position, not told.bus
         elif position is not None:
+            event = None
             with suppress(msgspec.ValidationError):  # a newer release wrote it: skipped as by every fold
-                app.take(position, decoded(_events.decode, data))
+                event = decoded(_events.decode, data)
+            if event is not None:
+                app.take(position, event)
         if position is not None:
             self._after = position
         return _link(not is_away, (self._after or 0) >= self._target)
