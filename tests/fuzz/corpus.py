@@ -235,6 +235,7 @@ SWARM: dict[str, list[Tree]] = {
     "/start_engine": [{}],
     "/stop_engine": [{}],
     "/resume_engine": [{}],
+    "/stop_episode": [{"episode": "main-1-1"}],
     "/claim_episode": [
         {"client_uuid": CLIENT, "episode_type": "train", "discard_episode_timeout": 30.0, "throttle_policy": POLICY},
         {"client_uuid": CLIENT, "episode_type": "eval"},
@@ -455,6 +456,7 @@ BODIES: dict[str, list[Tree]] = {
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,
 }
+ENDLESS = "/events"  # its answer has no end: clients hang up
 WITHOUT_BODY = {
     "/v1/messages/x",
     "/v1/models/x",
@@ -466,6 +468,7 @@ WITHOUT_BODY = {
     "/v1/models",
     "/health",
     "/ready",
+    ENDLESS,
     "/list_inference_endpoints",
     "/docs",
     "/metrics",

@@ -50,6 +50,7 @@ from bombus_gateway.operations_wire.steps import read_optim_step
 from bombus_gateway.responses.request import read_response_request
 from bombus_gateway.swarm import bodies
 from bombus_inference.model_files import read_shapes
+from bombus_overwatch.service import read_sent
 from bombus_trainer.operations.checkpoints import ModelFacts
 from bombus_trainer.publish.step_checkpoint import StepFacts
 from tests.fuzz.corpus import (
@@ -115,6 +116,10 @@ def _frames(body: bytes) -> object:
 def _framed(tree: Tree) -> bytes:
     body = to_msgpack(tree)
     return struct.pack("<I", len(body)) + body
+
+
+def _sent(tree: Tree) -> bytes:
+    return b"id: 7\ndata: " + to_json(tree)
 
 
 def _snapshot(tree: Tree) -> bytes:
@@ -236,6 +241,7 @@ def all_decoders() -> tuple[Decoder, ...]:
         Decoder("inbox message", _plain(inbox.decode_message), broken, examples(inbox.AnyMessage)),
         Decoder("inbox answer", _plain(inbox.decode_answer), broken, examples(inbox.AnyAnswer)),
         Decoder("event", _plain(_event), (LogCorrupted,), examples(events.AnyEvent)),
+        Decoder("server-sent event", _plain(read_sent), broken, examples(events.AnyEvent), _sent),
         Decoder("call record", _plain(records.decode_record), (LogCorrupted,), examples(records.CallRecord)),
         Decoder("operation", _plain(kinds.decode_operation), broken, _operations()),
         Decoder("result", _plain(kinds.decode_result), broken, _results()),

@@ -116,7 +116,8 @@ def http_case(seed: int, number: int, routes: Sequence[Route], avoided: str = "/
     match kind:
         case Kind.RAW:
             return HttpCase(number, api, kind, (_spoiled(request, pick),), RAW_S, is_owed=False)
-        case Kind.DROPPED:
+        case _ if kind == Kind.DROPPED or route[1] == corpus.ENDLESS:
+            kind = Kind.DROPPED
             return HttpCase(
                 number, api, kind, (request,), pick.uniform(0, 2), is_owed=False, reads=pick.choice((0, 1, 200, 2000))
             )

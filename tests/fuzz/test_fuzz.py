@@ -123,6 +123,7 @@ DECODING = {
     "bombus_inference/backends/vllm/wire.py": SERVER,
     "bombus_inference/model_files.py": "shapes",
     "bombus_inference/server.py": "requests to a replica",
+    "bombus_overwatch/service.py": "server-sent event",
     "bombus_trainer/replay/batch.py": "a map of files, which is decoded as messages are",
 }
 

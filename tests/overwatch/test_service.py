@@ -11,9 +11,10 @@ import pytest
 from bombus.bus import Bus, EmbeddedServer
 from bombus.hive.events import Event, encode_event, kind_of
 from bombus.machine.process import free_port
+from bombus_gateway.swarm.event_stream import encoded
 from bombus_overwatch.app import Overwatch
 from bombus_overwatch.screen import Link
-from bombus_overwatch.service import GatewayLink, _feed, follow
+from bombus_overwatch.service import GatewayLink, _feed, follow, read_sent
 from tests.conftest import SMALL_STREAMS
 from tests.gateway.event_streams import served_log
 from tests.overwatch.story import Story, rolling
@@ -125,13 +126,23 @@ async def test_a_gateway_that_goes_away_is_waited_for_and_no_event_is_folded_twi
         await asyncio.gather(feed, return_exceptions=True)
 
 
-async def test_an_event_that_only_a_newer_release_understands_is_skipped() -> None:
+def test_an_event_that_only_a_newer_release_understands_is_skipped() -> None:
     app, link = Overwatch("demo"), GatewayLink("http://127.0.0.1:1")
-    link._take(app, "", 1, msgspec.json.encode(rolling(0).events[0]))
-    link._take(app, "", 2, b'{"kind": "of.the.future"}')
+    for block, expected in (
+        (encoded(1, rolling(0).events[0]).removesuffix(b"\n\n"), Link.LIVE),
+        (b'id: 2\ndata: {"kind": "of.the.future"}', Link.LIVE),
+        (b": a proxy keeps the connection open", Link.LIVE),
+        (b'event: position\ndata: {"position": 3, "bus": true}', Link.CATCHING_UP),
+        (b'event: position\ndata: {"position": 2, "bus": false}', Link.AWAY),
+    ):
+        assert link._take(app, *read_sent(block)) == expected
     assert app.timeline.newest == 1
-    assert link._take(app, "position", None, b'{"position": 2, "bus": true}') == Link.LIVE
-    assert link._take(app, "position", None, b'{"position": 2, "bus": false}') == Link.AWAY
+
+
+@pytest.mark.parametrize("wrong", [b"data: <html>", b"id: x\ndata: {}", b'event: begin\ndata: {"position": 1}'])
+def test_what_is_no_event_of_a_hive_is_an_error(wrong: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        read_sent(wrong)
 
 
 def test_an_address_that_is_none_is_refused_in_a_sentence() -> None:

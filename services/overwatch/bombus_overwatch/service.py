@@ -2,15 +2,14 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import msgspec
 
 from bombus.bus import Bus, ServerRefused, snapshots
 from bombus.bus.follow import Follower
-from bombus.errors import BusUnavailable, Code, Refused
+from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.decoding import decoded
 from bombus.hive.events import AnyEvent
@@ -157,30 +156,26 @@ class GatewayLink:
                 http.stream("GET", "/events", headers=resumed) as reply,
             ):
                 await _check(reply)
-                async for name, position, data in _sent(reply):
-                    link = self._take(app, name, position, data)
+                async for block in _blocks(reply):
+                    position, sent = read_sent(block)
+                    link = self._take(app, position, sent)
                     if link != shown:
                         app.report(link, AWAY if link == Link.AWAY else "", self._target)
                         shown = link
         except httpx.HTTPError as error:
             raise BusUnavailable(_unreachable(self._url, error)) from error
+        except msgspec.MsgspecError as error:
+            raise LogCorrupted(f"what {self._url} sends cannot be read as the events of a hive: {error}") from error
 
-    def _take(self, app: Overwatch, name: str, position: int | None, data: bytes) -> Link:
+    def _take(self, app: Overwatch, position: int | None, sent: "Begin | Told | AnyEvent | None") -> Link:
         """Take in what the gateway sent. Return the state of the link since then."""
         is_away = False
-        if name == "begin":
-            begin = msgspec.json.decode(data, type=_Begin)
-            hive = snapshots.decode(begin.state).hive if begin.state else Hive()
-            app.begin(begin.position, hive)
-        elif name == "position":
-            told = msgspec.json.decode(data, type=_Told)
-            self._target, is_away = told.position, not told.bus
-        elif position is not None:
-            event = None
-            with suppress(msgspec.ValidationError):  # a newer release wrote it: skipped as by every fold
-                event = decoded(_events.decode, data)
-            if event is not None:
-                app.take(position, event)
+        if isinstance(sent, Begin):
+            app.begin(sent.position, snapshots.decode(sent.state).hive if sent.state else Hive())
+        elif isinstance(sent, Told):
+            self._target, is_away = sent.position, not sent.bus
+        elif sent is not None and position is not None:
+            app.take(position, sent)
         if position is not None:
             self._after = position
         return _link(not is_away, (self._after or 0) >= self._target)
@@ -207,16 +202,24 @@ class GatewayLink:
         )
 
 
-class _Begin(msgspec.Struct):
+class Begin(msgspec.Struct, frozen=True):
+    """The state before the first event, as a snapshot; `state` is empty if the log has every event."""
+
     position: int
     state: bytes
 
 
-class _Told(msgspec.Struct):
+class Told(msgspec.Struct, frozen=True):
+    """How far the gateway has read the log, and whether it is connected to the bus."""
+
     position: int
     bus: bool
 
 
+_named: dict[bytes, Callable[[bytes], Begin | Told]] = {
+    b"begin": msgspec.json.Decoder(Begin).decode,
+    b"position": msgspec.json.Decoder(Told).decode,
+}
 _events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent, strict=False)
 
 
@@ -243,12 +246,26 @@ class _Refusal(msgspec.Struct):
     code: Code
 
 
-async def _sent(reply: httpx.Response) -> AsyncIterator[tuple[str, int | None, bytes]]:
-    """Yield the name, id and data of each server-sent event."""
+async def _blocks(reply: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield each server-sent event."""
     rest = b""
     async for chunk in reply.aiter_raw():
         *blocks, rest = (rest + chunk).split(b"\n\n")
         for block in blocks:
-            fields = dict(line.split(b": ", 1) for line in block.split(b"\n"))
-            position = int(fields[b"id"]) if b"id" in fields else None
-            yield fields.get(b"event", b"").decode(), position, fields[b"data"]
+            yield block
+
+
+def read_sent(block: bytes) -> tuple[int | None, Begin | Told | AnyEvent | None]:
+    """Decode a server-sent event: its position, if it has one, and its data. Raises `msgspec.MsgspecError`.
+
+    The data are None for a comment, and for an event that only a newer release understands, which every fold skips.
+    """
+    fields = {name: value for name, _, value in (line.partition(b": ") for line in block.split(b"\n"))}
+    position = msgspec.json.decode(fields[b"id"], type=int) if b"id" in fields else None
+    decode, data = _named.get(fields.get(b"event", b"")), fields.get(b"data", b"")
+    if decode is not None:
+        return position, decoded(decode, data)
+    try:
+        return position, decoded(_events.decode, data) if data else None
+    except msgspec.ValidationError:
+        return position, None
