@@ -1,4 +1,4 @@
-"""`python -m tests.insight.picture`: draws docs/web.png, the page of the run in examples/, in the machine's Chromium."""
+"""`python -m tests.insight.picture`: draws docs/web.png, the page of the run in examples/, in Chromium."""
 
 import io
 import os
