@@ -127,7 +127,7 @@ def test_what_clients_choose_is_shown_as_text_and_runs_nothing(opened: Opened) -
     assert page.get_by_role("cell", name=HOSTILE).count() > 0
     page = opened.go("/run/main-1")
     page.locator("[data-chart=reward] summary").click()
-    assert HOSTILE in page.locator("[data-chart=reward] table").inner_text()
+    expect(page.locator("[data-chart=reward] table")).to_contain_text(HOSTILE)
     page.locator("[data-chart=reward] svg path[aria-roledescription='point']").first.hover(force=True)
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
@@ -167,7 +167,7 @@ def test_the_axis_is_chosen_and_a_chart_has_its_numbers_as_a_table(opened: Opene
     assert page.get_by_label("Horizontal axis").input_value() == "tokens"
     page.locator("[data-chart=loss] summary").press("Enter")
     rows = page.locator("[data-chart=loss] tbody tr")
-    assert rows.count() == STEPS - 1
+    expect(rows).to_have_count(STEPS - 1)
     assert float(rows.first.locator("th").inner_text()) > 100
 
 
