@@ -1,4 +1,4 @@
-"""Draws docs/overwatch.svg, the picture in docs/operations.md, of a made-up run: `python -m tests.overwatch.picture`."""
+"""Draws docs/overwatch.svg, the picture in docs/operations.md, of a made-up run: python -m tests.overwatch.picture."""
 
 import asyncio
 import html
