@@ -46,6 +46,7 @@ class Simulation:
         self._episodes = 0
         self._now_ns = SECOND
         self._trained: list[str] = []
+        self._held_out = [self.chance.gauss(0.0, recipe.difficulty) for _ in range(recipe.evaluation[1])]
 
     def play(self) -> RunSeries:
         for step in range(1, self.recipe.steps + 1):
@@ -199,7 +200,8 @@ class Simulation:
         for number in range(count):
             known = bool(self._trained) and self.chance.random() < plan.evaluated_known
             task = self.chance.choice(self._trained) if known else f"held-out-{number}"
-            odds = plan.skill + plan.evaluation - self.chance.gauss(0.0, self.recipe.difficulty)
+            difficulty = self.chance.gauss(0.0, self.recipe.difficulty) if known else self._held_out[number]
+            odds = plan.skill + plan.evaluation - difficulty
             success = self.chance.random() < 1 / (1 + exp(-odds))
             reward = self._reward(plan, odds, success, {})
             outcomes.append(ev.Outcome(episode=f"e{version}-{number}", task=task, reward=reward, digest=b""))

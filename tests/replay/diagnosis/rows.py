@@ -45,6 +45,7 @@ def row(step: int, **changes: Any) -> StepFigures:
 
 OTHERS = {
     "groups_of_one", "repeated", "failed", "truncated", "aborted", "stale", "unusable", "evaluated", "evaluated_known",
+    "played",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from math import inf, nan
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from bombus.config.job import RunConfig
@@ -14,7 +15,7 @@ from bombus.replay.diagnosis.answers import AnswerFigures
 from bombus.replay.diagnosis.diagnose import EXPLAINS, at_step, diagnose, explained
 from bombus.replay.diagnosis.findings import FaultKind, RunFinding
 from bombus.replay.diagnosis.statistics import Moments, Spread
-from bombus.replay.diagnosis.steps import StepFigures
+from bombus.replay.diagnosis.steps import EvaluatedEpisode, StepFigures
 from tests.replay.diagnosis.rows import FAULTY, STEPS, correlated, row, run_of, spread
 
 JOB = RunConfig.model_validate({"trainer": {"kl_coef": 0.01, "lr": 1e-6}})
@@ -207,8 +208,9 @@ def any_step(chance: Random) -> StepFigures:
         clients=named("ab"), data_sets=named("ab"), metrics=named(METRICS), failed=count(),
         truncated=count(), ended=count(),
         aborted=Counter({chance.choice(("", "sandbox", "client")): count()}), stale=count(), unusable=count(),
-        evaluated=some(), evaluated_known=count(), median_s=number(), slowest_s=number(), collecting_s=number(),
-        training_s=number(),
+        evaluated=some(), evaluated_known=count(),
+        played=[EvaluatedEpisode(1, 1, f"t{count()}", "", number()) for _ in range(count())],
+        median_s=number(), slowest_s=number(), collecting_s=number(), training_s=number(),
         trainer={name: number() for name in TRAINER if chance.random() < 0.7},
         answers=read if chance.random() < 0.7 else AnswerFigures(),
     )  # fmt: skip
@@ -361,6 +363,39 @@ def test_a_fall_that_one_evaluation_is_too_small_to_show_is_found_after_two() ->
         each.evaluated = spread(0.36 if each.step > 15 else 0.5, 0.5, 100)
     assert FaultKind.EVALUATION_FALLS not in {each.kind for each in at_step(steps, 20, JOB)}
     assert FaultKind.EVALUATION_FALLS in {each.kind for each in at_step(steps, 25, JOB)}
+
+
+@pytest.mark.parametrize(("lost", "is_found"), [(0.0, True), (0.09, True), (0.11, False)])
+def test_evaluations_that_fall_with_a_noisy_training_reward_are_not_a_fault_of_their_own(
+    lost: float, is_found: bool
+) -> None:
+    steps = run_of({"evaluated": spread(0.3, 0.4, 500)}, {"evaluated": spread(0.5, 0.4, 500)})
+    for number, each in enumerate(steps):
+        each.rewards = spread(0.5 + (-0.15, 0.0, 0.15)[number % 3] - lost * (number >= STEPS - FAULTY))
+    assert (FaultKind.EVALUATION_FALLS in {each.kind for each in at_step(steps, STEPS, JOB)}) == is_found
+
+
+def test_a_fault_explains_evaluations_that_fall_slowly_after_it_was_last_seen() -> None:
+    cause = RunFinding(kind=FaultKind.REWARD_DISAGREES, figure="", advice="", step=30, seq=1, until=40)
+    effect = RunFinding(kind=FaultKind.EVALUATION_FALLS, figure="", advice="", step=55, seq=2, until=60)
+    (shown,) = explained([cause, effect])
+    assert [each.kind for each in shown.consequences] == [FaultKind.EVALUATION_FALLS]
+    assert len(explained([cause, msgspec.structs.replace(effect, step=66)])) == 2
+
+
+@pytest.mark.parametrize(("more", "is_found"), [(0, True), (40, True), (60, False)])
+def test_a_fall_is_looked_for_task_by_task_unless_most_tasks_are_others(more: int, is_found: bool) -> None:
+    steps = run_of({})
+    for each in steps[::5]:
+        late = each.step > 20
+        solved = [number % 2 == 0 and not (late and number < 20) for number in range(100)]
+        names = [number + 1000 * (late and number >= 100 - more) for number in range(100)]
+        each.played = [
+            EvaluatedEpisode(each.seq, each.step, f"task-{name}", "", float(is_solved))
+            for name, is_solved in zip(names, solved, strict=True)
+        ]
+        each.evaluated = spread(sum(solved) / 100, (sum(solved) / 100 * (1 - sum(solved) / 100)) ** 0.5, 100)
+    assert (FaultKind.EVALUATION_FALLS in kinds_of(steps)) == is_found
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,18 @@ def test_a_step_has_the_figures_of_its_batch_and_of_what_ended_before_it() -> No
     assert second.tokens.count == 0, "an episode that ended before a compacted log has its reward alone"
 
 
+def test_a_step_keeps_its_evaluation_episodes_while_they_are_among_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series_module, "EVALUATED_KEPT", 4)
+    log: list[ev.AnyEvent] = []
+    for step in range(1, 4):
+        tasks = tuple(outcome(f"{step}-{task}", task, 1.0) for task in ("t1", "t2"))
+        log.append(ev.EpisodeEnded(engine="main", run=1, client="x", type=EpisodeType.EVAL, outcomes=tasks))
+        log += [batch(step, ("t", {f"e{step}": 1.0})), completed(step)]
+    rows = folded(*log).steps
+    assert [[each.task for each in row.played] for row in rows] == [[], ["t1", "t2"], ["t1", "t2"]]
+    assert [row.evaluated.count for row in rows] == [2, 2, 2]
+
+
 def test_events_of_other_runs_are_ignored_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series_module, "STEPS_KEPT", 3)
     monkeypatch.setattr(series_module, "EPISODES_KEPT", 2)

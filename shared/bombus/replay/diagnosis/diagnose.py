@@ -90,5 +90,7 @@ def explained(findings: Sequence[RunFinding]) -> list[RunFinding]:
 
 
 def _explains(cause: RunFinding, other: RunFinding) -> bool:
-    at_once = cause.step <= other.step + WINDOW and other.step <= cause.until + WINDOW
+    # Falling evaluations may have begun to fall at any of the earlier ones with which they are compared.
+    since = other.step - (BEFORE if other.kind == K.EVALUATION_FALLS else 0)
+    at_once = cause.step <= other.step + WINDOW and since <= cause.until + WINDOW
     return at_once and other.kind in EXPLAINS.get(cause.kind, ())

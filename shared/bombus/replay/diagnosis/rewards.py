@@ -1,7 +1,7 @@
 """Faults of the reward: on a wrong scale, inverted, or rising for reasons other than better answers."""
 
 from collections.abc import Sequence
-from math import sqrt
+from math import inf, sqrt
 
 from bombus.replay.diagnosis.findings import (
     WINDOW,
@@ -42,6 +42,7 @@ PART_GAIN = 0.08  # a part of the reward must rise beyond its trend by this frac
 CLIFF = 1 / 3  # fraction lost of the height above the lowest reward, or gained of the range of rewards
 JUMP = 4.5  # a jump in one step is at least this many step-to-step deviations, and half of the change
 EVALUATION = 0.1  # fraction of the mean evaluation reward that is lost
+SAME_TASKS = 0.5  # fraction of the tasks that two evaluations must share to be compared task by task
 NEARLY_ALL = 0.9
 PHRASE = 0.5  # fraction of the better answers that have the phrase
 EPISODES_MIN = 20
@@ -176,17 +177,49 @@ def always_yes(seen: Seen) -> RunFinding | None:
     return None
 
 
+def _reward_by_task(rows: Sequence[StepFigures]) -> dict[tuple[str, str], float]:
+    """Return the mean evaluation reward of each task of each data set."""
+    spreads: dict[tuple[str, str], Spread] = {}
+    for each in (each for row in rows for each in row.played):
+        spreads.setdefault((each.data_set, each.task), Spread()).add(each.reward)
+    return {task: spread.mean for task, spread in spreads.items()}
+
+
+def _fall(before: Sequence[StepFigures], recent: Sequence[StepFigures]) -> tuple[float, float]:
+    """Return by how much evaluations fell, and the standard error of that.
+
+    Evaluations mostly have the same tasks each time. The difference is then taken task by task, which leaves only the
+    luck of the answers as noise, and not that some tasks are harder than others. If too few tasks are the same, the
+    means of all episodes are compared.
+    """
+    then, now = _reward_by_task(before), _reward_by_task(recent)
+    losses = Spread()
+    for task in (task for task in then if task in now):
+        losses.add(then[task] - now[task])
+    if losses.count >= max(EPISODES_MIN, SAME_TASKS * max(len(then), len(now))):
+        return losses.mean, sqrt(losses.variance / (losses.count - 1))
+    old, new = (total([row.evaluated for row in rows], Spread) for rows in (before, recent))
+    if min(old.count, new.count) < EPISODES_MIN:
+        return 0.0, inf
+    return old.mean - new.mean, sqrt(old.variance / old.count + new.variance / new.count)
+
+
 def evaluation_falls(seen: Seen) -> RunFinding | None:
-    """Find an evaluation reward that falls while the training reward holds or rises."""
+    """Find an evaluation reward that falls while the training reward holds or rises.
+
+    A training reward that has lost at least half as much is taken to fall, too, even if its own noise hides that.
+    """
     if change(*seen.both(reward_of)) < -VISIBLE:
         return None
-    for before, recent in seen.splits:
-        then = total([row.evaluated for row in before if row.evaluated.count][-3:], Spread)
-        now = total([row.evaluated for row in recent], Spread)
-        if min(then.count, now.count) < EPISODES_MIN:
+    for earlier, recent in seen.splits:
+        before = [row for row in earlier if row.evaluated.count][-3:]
+        if not before:
             continue
-        error = sqrt(then.variance / then.count + now.variance / now.count)
-        if then.mean - now.mean > max(SHARE_CERTAIN * error, EVALUATION * abs(then.mean)):
+        then, now = (total([row.evaluated for row in rows], Spread) for rows in (before, recent))
+        lost, error = _fall(before, recent)
+        since = [row for row in earlier if row.step >= before[0].step]
+        trained, still = (total([row.rewards for row in rows], Spread).mean for rows in (since, recent))
+        if lost > max(SHARE_CERTAIN * error, EVALUATION * abs(then.mean), 2 * (trained - still)):
             return seen.found(
                 FaultKind.EVALUATION_FALLS,
                 f"the evaluation reward fell from {then.mean:.3g} to {now.mean:.3g}, and the training reward did not",

@@ -91,6 +91,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     stale: int = 0  # episodes dropped as too old
     unusable: int = 0  # episodes of the batch whose calls could not be read or trained on
     evaluated: Spread = msgspec.field(default_factory=Spread)
+    played: list[EvaluatedEpisode] = []  # for evaluation; only the newest `EVALUATED_KEPT` of a run are kept
     evaluated_known: int = 0  # evaluated episodes whose task was trained on
     median_s: float = 0.0  # median time of the batch's episodes, from claim to end
     slowest_s: float = 0.0
@@ -116,6 +117,7 @@ class RunSeries:
         self._collected = StepFigures()  # what ended since the last batch was sealed
         self._sealed: StepFigures | None = None
         self._episodes: dict[str, SeenEpisode] = {}
+        self._evaluations: deque[StepFigures] = deque()  # the steps that still have their evaluation episodes
         self._trained_tasks: set[str] = set()
         self._recent: deque[set[str]] = deque(maxlen=RECENT)
         self._sealed_ns = 0
@@ -157,6 +159,7 @@ class RunSeries:
                     seq, event.version, outcome.task, outcome.data_set, outcome.reward, outcome.is_success
                 )
                 self.evaluated.append(played)
+                row.played.append(played)
                 row.evaluated_known += outcome.task in self._trained_tasks
                 del self._episodes[outcome.episode]
                 continue
@@ -179,6 +182,7 @@ class RunSeries:
         began = max(self._rolling_ns, self._sealed_ns)
         row.collecting_s = seconds_between(began, event.at_ns) if began else 0.0
         self._sealed_ns, self._sealed = event.at_ns, row
+        self._keep_played(row)
         seconds: list[float] = []
         if len(self._recent) == RECENT:
             row.repeated = sum(any(group.task in tasks for tasks in self._recent) for group in event.groups)
@@ -194,6 +198,13 @@ class RunSeries:
             seconds += [member.seconds for member in members if member.outcome is not None]
         row.median_s, row.slowest_s = median(seconds), max(seconds, default=0.0)
         row.open = sum(each.outcome is None for each in self._episodes.values())
+
+    def _keep_played(self, row: StepFigures) -> None:
+        """Keep the evaluation episodes of a step, and forget those of the earliest steps if there are too many."""
+        if row.played:
+            self._evaluations.append(row)
+        while sum(len(each.played) for each in self._evaluations) > EVALUATED_KEPT:
+            self._evaluations.popleft().played.clear()
 
     def _complete(self, seq: int, event: ev.StepCompleted) -> None:
         row, self._sealed = self._sealed, None
