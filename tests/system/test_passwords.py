@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from bombus.bus.connection import Bus
 from bombus.bus.server import find_server
 from bombus.bus_address import bus_arguments, bus_environment, has_login, without_login
+from bombus.commands.web import SEEN_AT
 from bombus.config.cluster import Cluster
 from bombus.config.parts import InferencePart
 from bombus.errors import Refused
@@ -109,16 +110,17 @@ def test_a_hive_on_a_bus_with_a_password_shows_it_to_nobody(tmp_path: Path, guar
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as up:
         try:
             assert up.stdout is not None
-            ready = up.stdout.readline().decode()
-            assert ready.startswith("ready http://"), (tmp_path / "log").read_text()
+            shown = [up.stdout.readline().decode() for _ in range(2)]
+            assert shown[0].startswith(SEEN_AT)
+            assert shown[1].startswith("ready http://"), (tmp_path / "log").read_text()
             family = [psutil.Process(up.pid), *psutil.Process(up.pid).children(recursive=True)]
-            assert len(family) == 3
+            assert len(family) == 4, "with coordinator, gateway and page"
             assert not any(PASSWORD in word for process in family for word in process.cmdline())
             status = [sys.executable, "-m", "bombus", "status"]
             environment = {**os.environ, "BOMBUS_NATS": guarded_bus}
             told = subprocess.run(status, env=environment, capture_output=True, text=True, timeout=60)
             assert told.returncode == 0, told.stderr
-            assert PASSWORD not in ready + told.stdout + (tmp_path / "log").read_text()
+            assert PASSWORD not in "".join(shown) + told.stdout + (tmp_path / "log").read_text()
         finally:
             up.send_signal(signal.SIGINT)
             up.wait(60)
