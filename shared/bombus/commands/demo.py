@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from bombus.config.flags import check_range
-from bombus.demo import chart
 from bombus.demo.folder import DemoOf, Keeper, load_curve, open_folder
 from bombus.demo.games import Game, Letters, Needle
 from bombus.demo.training import Curve, TrainingPlan, is_over
 from bombus.errors import BombusError, Code, Refused
+from bombus.insight.charts import SCHEMA, Spec
+from bombus.insight.drawing import drawn
 from bombus.private import private_folder
 from bombus.sdk.job import Job
 from bombus.terminal import complain, say
@@ -202,7 +203,8 @@ def _main(place: _Place, model: str, minutes: float) -> int:
     reply, constant = game.constant_reply()
     curve, weights = _Demo(place, game, job, plan, BEGAN).train()
     picture = place.folder / "reward.png"
-    chart.draw(curve, picture, f"{PurePath(hub_name(model) or model).name} on needle_haystack, seed {seed}", constant)
+    title = f"{PurePath(hub_name(model) or model).name} on needle_haystack, seed {seed}"
+    picture.write_bytes(drawn(_chart(curve, title, constant), "png"))
     first, last = curve.measured[0], curve.measured[-1]
     say("", f"{game.title}, seed {seed}")
     say(f"{len(game.held_out())} held-out questions; none of their names occurs in training")
@@ -294,3 +296,30 @@ def _keep_weights(out: Path) -> Path | None:
     else:
         shutil.copytree(newest.parent, kept)
     return kept
+
+
+def _chart(curve: Curve, title: str, constant: float) -> Spec:
+    """Return the batch and held-out rewards over seconds of training, beside the base model and the best constant
+    reply."""
+    measured = [point.training_s for point in curve.measured]
+    lines = {
+        "training batches": [(step.training_s, step.reward) for step in curve.steps],
+        "held-out reward": [(point.training_s, point.reward) for point in curve.measured],
+        "held-out, exactly right": [(point.training_s, point.exact) for point in curve.measured],
+        "base model": [(second, curve.measured[0].reward) for second in measured],
+        "best constant reply": [(second, constant) for second in measured],
+    }
+    values = [{"x": x, "y": y, "line": name} for name, points in lines.items() for x, y in points]
+    return {
+        "$schema": SCHEMA,
+        "title": title,
+        "width": 720,
+        "height": 360,
+        "data": {"values": values},
+        "mark": {"type": "line", "point": {"size": 16}},
+        "encoding": {
+            "x": {"field": "x", "type": "quantitative", "title": "seconds of training"},
+            "y": {"field": "y", "type": "quantitative", "title": "reward", "scale": {"domain": [0, 1]}},
+            "color": {"field": "line", "type": "nominal", "title": None, "sort": list(lines)},
+        },
+    }

@@ -23,6 +23,7 @@ def theme(ink: str) -> dict[str, Any]:
     }
     return {
         "background": None,
+        "title": {"color": ink, "fontSize": 13, "fontWeight": "normal"},
         "view": {"stroke": None},
         "axis": {**texts, **_QUIET},
         "legend": {**texts, "orient": "bottom", "columns": 2, "labelLimit": 220, "symbolOpacity": 1},
