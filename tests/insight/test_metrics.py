@@ -65,6 +65,11 @@ def test_evaluations_are_counted_by_version_and_pass_at_k_only_where_every_task_
     assert set(found[4]) == {"held_out/mean", "held_out/std", "held_out/episodes"}
 
 
+def test_figures_of_evaluations_are_finite_although_rewards_are_too_large_to_be_squared() -> None:
+    played = [EvaluatedEpisode(1, 1, "a", "", reward, None) for reward in (1e200, -1e200)]
+    assert evaluation_metrics(played) == {1: {"held_out/mean": 0.0, "held_out/episodes": 2.0}}
+
+
 def recorded() -> RunSeries:
     async def read() -> RunSeries:
         with FileSource.open(TINY) as source:

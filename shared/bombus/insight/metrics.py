@@ -38,8 +38,12 @@ def step_metrics(row: StepFigures) -> dict[str, float]:
     Rewards and lengths are means over the episodes of the batch; figures by data set are means over its groups. Times
     are in seconds, lengths in tokens, and ages in policy versions.
     """
-    found = dict(_of_batch(row)) | dict(_of_collection(row)) | dict(_of_trainer(row.trainer))
-    return {name: value for name, value in found.items() if isfinite(value)}
+    return _finite(dict(_of_batch(row)) | dict(_of_collection(row)) | dict(_of_trainer(row.trainer)))
+
+
+def _finite(figures: dict[str, float]) -> dict[str, float]:
+    """Leave out what is not finite: even the squares of finite rewards may be too large for a float."""
+    return {name: value for name, value in figures.items() if isfinite(value)}
 
 
 def _of_batch(row: StepFigures) -> Iterator[tuple[str, float]]:
@@ -118,7 +122,7 @@ def evaluation_metrics(episodes: Iterable[EvaluatedEpisode]) -> dict[int, dict[s
             counts = figures.tasks.setdefault(each.task, [0, 0])
             counts[0] += 1
             counts[1] += each.is_success
-    return {version: dict(_of_version(figures)) for version, figures in sorted(versions.items())}
+    return {version: _finite(dict(_of_version(figures))) for version, figures in sorted(versions.items())}
 
 
 def _of_version(figures: EvaluationFigures) -> Iterator[tuple[str, float]]:
