@@ -23,7 +23,7 @@ import pyarrow as pa
 from bombus.commands.diagnose import lines_of
 from bombus.errors import BombusError
 from bombus.insight.charts import OF, Axis, Chart, Spec, points, spec
-from bombus.insight.database import LogDatabase, tables_in
+from bombus.insight.database import LogDatabase
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import read_answers, read_runs
 from bombus.insight.stored import read_samples, read_stored_calls
@@ -112,7 +112,7 @@ class HiveLog:
         `samples` reads all of that table, which may take a while. Raises `QueryRefused`, which says what is wrong with
         the query.
         """
-        wanted = tables_in(query)
+        wanted = self.database.tables_in(query)
         if wanted - OF_EVENTS or "events" in wanted:
             self.read(lambda source: self.database.load(source, wanted))
         return frame(pa.Table.from_batches(self.database.arrow(query, parameters)))

@@ -19,7 +19,7 @@ from bombus.cli import main
 from bombus.commands.audit import audited
 from bombus.hive.events import EpisodeClaimed
 from bombus.hive.state import Hive
-from bombus.insight.database import LogDatabase, tables_in
+from bombus.insight.database import LogDatabase
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.rows import EpisodeOfLog, LogRows
 from bombus.insight.runs import read_runs
@@ -178,7 +178,14 @@ def test_calls_that_are_gone_are_left_out_with_a_warning(capsys: Capture) -> Non
 
 
 def test_stored_calls_are_read_only_for_a_query_that_names_their_tables() -> None:
-    assert tables_in("SELECT completion_tokens FROM Calls") == {"calls"}
+    with LogDatabase() as empty:
+        assert empty.tables_in("SELECT completion_tokens FROM Calls") == {"calls"}
+        named = "SELECT run, sum(completion_tokens) AS tokens, count(*) AS samples FROM calls GROUP BY ALL"
+        assert empty.tables_in(named) == {"calls"}
+        joined = 'FROM "Tokens" JOIN main.episodes USING (episode) WHERE run = $run ORDER BY answers'
+        assert empty.tables_in(joined) == {"tokens", "episodes"}
+        for query in ("CREATE VIEW v AS FROM tokens; FROM v", "PIVOT tokens ON run", "FROM query('FROM tokens')"):
+            assert empty.tables_in(query) == {"tokens"}
     reads: list[int] = []
 
     class Counting(FileSource):

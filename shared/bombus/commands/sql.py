@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from bombus.insight.database import ROWS_AT_ONCE, LogDatabase, QueryRefused, tables_in
+from bombus.insight.database import ROWS_AT_ONCE, LogDatabase, QueryRefused
 from bombus.insight.tables import OF_EVENTS, TABLES
 from bombus.private import private_folder
 from bombus.replay.opening import add_source_arguments
@@ -66,7 +66,7 @@ async def _query(source: Source, arguments: argparse.Namespace) -> None:
         raise BadUsage(f"--out must be a file ending in {', '.join(SUFFIXES)}")
     text = arguments.query or ("" if arguments.database and sys.stdin.isatty() else sys.stdin.read())
     with LogDatabase(arguments.database) as database:
-        await database.load(source, tables_in(text) | (OF_EVENTS if arguments.database else set()))
+        await database.load(source, database.tables_in(text) | (OF_EVENTS if arguments.database else set()))
         if not text.strip():
             return
         if arguments.out is not None:

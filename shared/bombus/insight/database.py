@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import duckdb
+import msgspec
 import pyarrow as pa
 
 from bombus.errors import BombusError
@@ -17,13 +18,14 @@ from bombus.hive.records import CallRef
 from bombus.insight.rows import read_rows
 from bombus.insight.runs import Runs
 from bombus.insight.stored import StoredCall, read_samples, read_stored_calls
-from bombus.insight.tables import OF_EVENTS, SCHEMAS
+from bombus.insight.tables import OF_EVENTS, SCHEMAS, TABLES
 from bombus.private import private_folder
 from bombus.replay.source import Source
 
 MEMORY_MB_MAX = 8192  # what needs more is written to the temporary folder
 THREADS_MAX = 4
 ROWS_AT_ONCE = 32_768
+_WORD = re.compile(r"\w+")
 _STORED_CALLS = """
     SELECT c.run, c.episode, place, call, digest, c.outcome = 'complete', coalesce(e.state = 'trained', false),
         CASE WHEN e.fates IS NOT NULL THEN coalesce(e.fates['trained'], 0) END
@@ -116,6 +118,17 @@ class LogDatabase:
         self._connection.register("_rows", pa.Table.from_batches([rows]))
         self._connection.execute(f"INSERT INTO {name} FROM _rows")
 
+    def tables_in(self, text: str) -> set[str]:
+        """Return the tables that a query may read: those whose names it has, unless only as names of its columns."""
+        named = SCHEMAS.keys() & set(_WORD.findall(text.lower()))
+        if any(TABLES[name].stored for name in named):  # the others are loaded quickly
+            with _refusing():
+                ((tree,),) = self._connection.execute("SELECT json_serialize_sql($text)", {"text": text}).fetchall()
+            parsed = msgspec.json.decode(tree)
+            if not parsed["error"]:  # only SELECT can be serialized
+                named &= {word for value in _texts(parsed["statements"]) for word in _WORD.findall(value.lower())}
+        return named
+
     def query(self, text: str) -> duckdb.DuckDBPyConnection:
         """Run a query, and return its result, from which rows are fetched. Raises `QueryRefused`."""
         with _refusing():
@@ -148,6 +161,14 @@ def _sentence(error: Exception) -> str:
     return " ".join(str(error).partition("\n\nLINE")[0].split())
 
 
-def tables_in(text: str) -> set[str]:
-    """Return the names of tables that occur in a query."""
-    return SCHEMAS.keys() & set(re.findall(r"\w+", text.lower()))
+def _texts(tree: Any) -> Iterator[str]:
+    """Yield the texts in a parsed query, except for names of columns."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict):
+        for key, part in tree.items():
+            if key not in ("alias", "column_names"):
+                yield from _texts(part)
+    elif isinstance(tree, list):
+        for part in tree:
+            yield from _texts(part)
