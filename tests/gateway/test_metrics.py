@@ -3,14 +3,17 @@
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 
 from bombus.bus import Bus, EmbeddedServer
-from bombus.machine.metrics import SECONDS
-from bombus_gateway.metrics import DECLARED
+from bombus.hive.records import Timings
+from bombus.machine.metrics import SECONDS, Histogram
+from bombus_gateway.metrics import DECLARED, CallMetrics
 from tests.conftest import freeze, thaw
 from tests.gateway.openai_hive import GatewayHive, gateway_hive
+from tests.harnesses import test_evidence
 from tests.patience import PATIENCE_S
 
 PROMPT = "the unmistakable prompt of a client"
@@ -62,6 +65,14 @@ async def test_calls_their_tokens_and_times_are_counted_once_and_refusals_by_cod
     for secret in (PROMPT, key, episode, "my-own-name", "c1"):
         assert secret not in text
     assert {line.split()[2] for line in lines if line.startswith("# HELP bombus_")} <= DECLARED.keys()
+
+
+def test_a_clock_that_is_set_back_lets_no_counter_fall() -> None:
+    calls = CallMetrics(["main"])
+    timings = Timings(received_ns=9_000_000_000, first_token_ns=2_000_000_000, finished_ns=3_000_000_000)
+    calls.recorded(msgspec.structs.replace(test_evidence.record("a", [1], [2], 1), timings=timings))
+    histograms = [value for _, _, value in calls.values() if isinstance(value, Histogram)]
+    assert [(each.sum, sum(each.counts)) for each in histograms] == [(0.0, 1), (0.0, 1)]
 
 
 async def test_prometheus_finds_the_replicas_at_a_gateway(bus: Bus) -> None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bombus.errors import Code
+from bombus.figures import seconds_between
 from bombus.hive.failures import FailureKind
 from bombus.hive.records import CallRecord, CallStatus
 from bombus.hive.state import EngineState, Phase
@@ -83,9 +84,9 @@ class CallMetrics:
         timings = record.timings
         counted = self._engines.get(record.engine) or self._engines.setdefault(record.engine, _EngineCalls())
         counted.outcomes[record.status] += 1
-        counted.seconds.observe((timings.finished_ns - timings.received_ns) / 1e9)
+        counted.seconds.observe(seconds_between(timings.received_ns, timings.finished_ns))
         if timings.first_token_ns:
-            counted.first_token.observe((timings.first_token_ns - timings.received_ns) / 1e9)
+            counted.first_token.observe(seconds_between(timings.received_ns, timings.first_token_ns))
         counted.tokens[0] += record.prompt_tokens
         counted.tokens[1] += record.completion_tokens()
 
