@@ -14,7 +14,7 @@ from bombus.bus import Bus
 from bombus.cli import main
 from bombus.config.documents import parse_job
 from bombus.config.job import Tracker
-from bombus.hive.events import AnyEvent, EngineStopped
+from bombus.hive.events import AnyEvent, EngineStopped, EpisodeEnded, EpisodeType, StepCompleted
 from bombus.hive.state import Hive
 from bombus.insight.trackers.filling import fill
 from bombus.insight.trackers.ledger import STEPS, InUse, Ledger
@@ -31,6 +31,7 @@ from bombus.insight.trackers.rows import (
 from tests.effort import effort
 from tests.insight.tracked import HOSTILE, expected, publish_slowly, rows_of, run_of
 from tests.logs.facts import TINY
+from tests.replay.diagnosis.test_steps import outcome
 
 RUN = TrackedRun(id="id", hive="h", engine="main", run=1, project="p", name="n", digest="d", config={"trainer.lr": 0.1})
 SAMPLE = ShownSample(task="t", reward=1.0, prompt="user: 1+1", answer="assistant: 2")
@@ -57,6 +58,25 @@ def test_each_completed_step_is_one_row_with_the_evaluation_before_it_and_the_la
         assert alone == figures[each.step]
     assert {each.step: each.metrics[VERSION] for each in rows if VERSION in each.metrics} == {6: 5.0, 11: 10.0}
     assert set(rows[-1].metrics) == {VERSION, "held_out/mean", "held_out/std", "held_out/episodes", "held_out/pass@1"}
+
+
+def test_each_evaluated_version_is_in_a_row_in_full_although_evaluations_overlap() -> None:
+    events = list(run_of(4, ["jsonl"]))
+    steps = [number for number, event in enumerate(events) if isinstance(event, StepCompleted)]
+
+    def played(version: int, name: str, reward: float) -> AnyEvent:
+        outcomes = (outcome(name, "t", reward),)
+        return EpisodeEnded(
+            engine="main", at_ns=9, run=1, client="x", outcomes=outcomes, type=EpisodeType.EVAL, version=version
+        )
+
+    events[steps[3] + 1 : steps[3] + 1] = [played(4, "f", 0.0), played(5, "g", 1.0)]
+    events[steps[1] : steps[1]] = [played(1, "b", 0.0), played(2, "c", 1.0), played(3, "e", 1.0)]
+    events[steps[0] : steps[0]] = [played(1, "a", 1.0), played(2, "d", 1.0)]
+    rows = rows_of(events)
+    assert [each.step for each in rows] == [1, 2, 3, 4, 5, 6]
+    found = [(each.metrics[VERSION], each.metrics["held_out/mean"], each.metrics["held_out/episodes"]) for each in rows]
+    assert found == [(1, 1.0, 1), (1, 0.5, 2), (2, 1.0, 2), (3, 1.0, 1), (4, 0.0, 1), (5, 1.0, 1)]
 
 
 def test_runs_whose_jobs_name_no_tracker_have_no_rows_and_the_next_run_of_their_engine_has() -> None:

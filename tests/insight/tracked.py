@@ -74,7 +74,8 @@ def run_of(
 def rows_of(events: list[AnyEvent]) -> list[Row]:
     """Return the rows of all runs in some events."""
     rows = TrackedRows(Hive())
-    return [found[1] for seq, event in enumerate(events, 1) if (found := rows.note(seq, event)) is not None]
+    noted = [rows.note(seq, event) for seq, event in enumerate(events, 1)]
+    return [row for found in noted if found is not None for row in found[1]]
 
 
 def expected(events: list[AnyEvent]) -> dict[int, dict[str, float]]:

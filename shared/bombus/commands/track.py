@@ -83,11 +83,13 @@ async def _read_into(ledger: Ledger, source: Source, name: str, tracker: Tracker
     async with aclosing(source.events(position)) as entries:
         async for entry in entries:
             found = rows.note(entry.seq, entry.event)
-            if found is None or found[0].name != name or found[1].step <= ledger.last:
+            if found is None or found[0].name != name:
                 continue
-            series, row = found
-            samples = await read_samples(source, sampled_of(series, row, [tracker]))
-            ledger.append(msgspec.structs.replace(row, samples=samples))
+            series, completed = found
+            for row in completed:
+                if row.step > ledger.last:
+                    samples = await read_samples(source, sampled_of(series, row, [tracker]))
+                    ledger.append(msgspec.structs.replace(row, samples=samples))
 
 
 def _fill(ledger: Ledger, tracker: Tracker) -> str:

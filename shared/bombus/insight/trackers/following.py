@@ -67,8 +67,9 @@ class Tracking:
 
     def note(self, seq: int, event: ev.AnyEvent) -> None:
         if (found := self._rows.note(seq, event)) is not None:
-            series, row = found
-            self._noted.put_nowait(Noted(series, row, sampled_of(series, row, series.job.logging.trackers)))
+            series, rows = found
+            for row in rows:
+                self._noted.put_nowait(Noted(series, row, sampled_of(series, row, series.job.logging.trackers)))
         if isinstance(event, ev.EngineStopped | ev.EngineFailed):
             ended = self._rows.runs.series.get(f"{event.engine}-{event.run}")
             if ended is not None:

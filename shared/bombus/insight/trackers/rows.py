@@ -1,7 +1,7 @@
 """What trackers are given: a run, and one row of figures for each of its completed steps. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -33,9 +33,9 @@ class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a completed step, and of the evaluation that ended since the row before it.
+    """The figures of a completed step, and of one evaluated policy version: the oldest with episodes in no row yet.
 
-    If a run ends with an evaluation after its last step, one more row, whose step is the next number, has that alone.
+    If a run ends with evaluations after its last step, more rows, whose steps are the next numbers, have one each.
     """
 
     step: int
@@ -118,12 +118,12 @@ class TrackedRows:
     def __init__(self, state: Hive, every: bool = False) -> None:
         self.runs = Runs(state)
         self._every = every
-        self._written: dict[str, int] = {}  # by run: the event of its newest row
+        self._written: dict[str, dict[int, int]] = {}  # by run and evaluated version: the newest event in a row
         self._steps: dict[str, int] = {}  # by run: the step of its newest row
         self._skipped: set[str] = set()  # engines whose run is not asked for: their events are not folded
 
-    def note(self, seq: int, event: ev.AnyEvent) -> tuple[RunSeries, Row] | None:
-        """Fold an event. Return the row that it completes, if any, and its run."""
+    def note(self, seq: int, event: ev.AnyEvent) -> tuple[RunSeries, list[Row]] | None:
+        """Fold an event. Return the rows that it completes, and their run."""
         if event.engine in self._skipped and not isinstance(event, ev.EngineConfigured | ev.EngineStarted):
             return None
         self.runs.note(seq, event)
@@ -133,32 +133,32 @@ class TrackedRows:
             if series is None or not (self._every or series.job.logging.trackers):
                 self._skipped.add(event.engine)
         elif series is not None and isinstance(event, ev.StepCompleted | ev.EngineStopped | ev.EngineFailed):
-            return self._row(seq, event, series)
+            return series, self._rows(seq, event, series)
         return None
 
-    def _row(self, seq: int, event: ev.AnyEvent, series: RunSeries) -> tuple[RunSeries, Row] | None:
-        metrics = _evaluated(series, self._written.get(series.name, 0))
+    def _rows(self, seq: int, event: ev.AnyEvent, series: RunSeries) -> list[Row]:
+        waiting = self._evaluated(series)
         if isinstance(event, ev.StepCompleted):
             if not series.steps or series.steps[-1].done_seq != seq:
-                return None
-            metrics = step_metrics(series.steps[-1]) | metrics
-            step = event.step
-        elif metrics:
-            step = self._steps.get(series.name, 0) + 1
+                return []
+            first, found = event.step, [step_metrics(series.steps[-1])]
+            found[0] |= next(waiting, {})
         else:
-            return None
-        self._written[series.name], self._steps[series.name] = seq, step
-        return series, Row(step=step, at_ns=event.at_ns, metrics=metrics)
+            first, found = self._steps.get(series.name, 0) + 1, [*waiting]
+        rows = [Row(step=step, at_ns=event.at_ns, metrics=metrics) for step, metrics in enumerate(found, first)]
+        if rows:
+            self._steps[series.name] = rows[-1].step
+        return rows
 
-
-def _evaluated(series: RunSeries, after: int) -> dict[str, float]:
-    """Return the figures of the newest version that was evaluated after an event, counting all of its episodes."""
-    recent = [each.version for each in series.evaluated if each.seq > after]
-    if not recent:
-        return {}
-    version = max(recent)
-    figures = evaluation_metrics(each for each in series.evaluated if each.version == version)
-    return figures[version] | {VERSION: float(version)}
+    def _evaluated(self, series: RunSeries) -> Iterator[dict[str, float]]:
+        """Yield the figures of each version with episodes that are in no row yet, counting all of its episodes."""
+        newest = {each.version: each.seq for each in series.evaluated}
+        written = self._written.setdefault(series.name, {})
+        for version in sorted(newest):
+            if newest[version] > written.get(version, 0):
+                written[version] = newest[version]
+                figures = evaluation_metrics(each for each in series.evaluated if each.version == version)
+                yield figures[version] | {VERSION: float(version)}
 
 
 def sample_of(task: str, reward: float, record: CallRecord) -> ShownSample:
