@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import socket
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from itertools import accumulate
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from bombus.bus import Bus, ServerRefused
 from bombus.config.parts import MetricsOptions
-from bombus.errors import BusUnavailable
+from bombus.errors import BusUnavailable, Refused
 from bombus.hive.generation import replica_key
 from bombus.hive.subjects import SIGNING_SECRET
 from bombus.machine.host_names import AsgiMessage, AsgiReceive, AsgiSend
@@ -103,9 +104,10 @@ async def metrics_server(
 ) -> AsyncIterator[None]:
     """Serve `/metrics` while the block runs, if the options give a port. The key is that of replicas.
 
-    Raises `Refused` if the port is taken.
+    A port that is taken is only warned of: a hive must not stand still because nobody can count what it does.
     """
-    if not options.metrics_port:
+    bound = _bound(options)
+    if bound is None:
         yield
         return
     from bombus.machine.http_server import http_server  # uvicorn, which nothing else here needs
@@ -125,7 +127,17 @@ async def metrics_server(
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    with listen(options.metrics_host, options.metrics_port) as bound:
+    with bound:
         async with http_server(app, bound, drain_s=0):
             log.info("metrics at http://%s:%d%s", *bound.getsockname()[:2], PATH)
             yield
+
+
+def _bound(options: MetricsOptions) -> socket.socket | None:
+    if not options.metrics_port:
+        return None
+    try:
+        return listen(options.metrics_host, options.metrics_port, option="--metrics-port")
+    except Refused as refusal:
+        log.warning("this process has no metrics: %s", refusal)
+        return None

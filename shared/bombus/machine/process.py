@@ -143,8 +143,8 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     return found
 
 
-def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
-    """Return a bound socket. Raises `Refused` if the port is taken.
+def listen(host: str, port: int, reuse_port: bool = False, option: str = "--port") -> socket.socket:
+    """Return a bound socket. Raises `Refused`, which names the option of the port, if it is taken.
 
     With `reuse_port`, other processes on this machine may bind the same port.
     """
@@ -159,7 +159,7 @@ def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another --port") from error
+        raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another {option}") from error
     return bound
 
 
