@@ -70,6 +70,11 @@ def test_figures_of_evaluations_are_finite_although_rewards_are_too_large_to_be_
     assert evaluation_metrics(played) == {1: {"held_out/mean": 0.0, "held_out/episodes": 2.0}}
 
 
+def test_a_data_set_that_is_called_like_a_figure_does_not_replace_it() -> None:
+    played = [EvaluatedEpisode(1, 1, "a", name, reward, None) for name, reward in (("mean", 1.0), ("episodes", 0.0))]
+    assert evaluation_metrics(played) == {1: {"held_out/mean": 0.5, "held_out/std": 0.5, "held_out/episodes": 2.0}}
+
+
 def recorded() -> RunSeries:
     async def read() -> RunSeries:
         with FileSource.open(TINY) as source:

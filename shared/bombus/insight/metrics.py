@@ -126,11 +126,11 @@ def evaluation_metrics(episodes: Iterable[EvaluatedEpisode]) -> dict[int, dict[s
 
 
 def _of_version(figures: EvaluationFigures) -> Iterator[tuple[str, float]]:
+    for name, spread in figures.data_sets.items():
+        if name:  # may be `mean` too: what follows then replaces it
+            yield f"held_out/{name}", spread.mean
     yield from _of_spread("held_out", figures.rewards)
     yield "held_out/episodes", float(figures.rewards.count)
-    for name, spread in figures.data_sets.items():
-        if name:
-            yield f"held_out/{name}", spread.mean
     for k in PASS_KS:
         known = [(count, successes) for count, successes in figures.tasks.values() if count >= k]
         if known:
