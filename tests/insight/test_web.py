@@ -3,21 +3,25 @@
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from bombus.bus import Bus
 from bombus.commands import web
 from bombus.config.flags import Parser
+from bombus.hive import events as ev
+from bombus.hive.events import Event
 from bombus.insight.watch import LogWatch, OpenLog
 from bombus.insight.web.access import guarded
 from bombus.insight.web.app import create_app, with_headers
 from bombus.insight.web.run import binned
+from bombus.insight.web.step import GROUPS_SHOWN
 from bombus.machine.hive_keys import HiveKeys, NamedKey
 from bombus.machine.http_server import http_server
 from bombus.machine.process import listen
@@ -255,3 +259,98 @@ def test_rewards_are_counted_in_bins_that_cover_all_of_them() -> None:
     assert [count for _, _, count in bins[:2]] == [2, 1]
     assert bins[-1][0] == pytest.approx(0.95)
     assert bins[-1][2] == 1
+
+
+def test_each_reward_is_in_one_bin_within_its_bounds_however_large_it_is() -> None:
+    for rewards in ([each * 0.05 for each in range(21)], [-1e308, 0.0, 1e308], [0.0, 5e-324], [0.1, 0.3]):
+        bins = binned(sorted(rewards))
+        assert sum(count for _, _, count in bins) == len(rewards)
+        assert bins[-1][1] == max(rewards)
+        for low, high, count in bins[:-1]:
+            assert count == sum(low <= each < high for each in rewards)
+
+
+# ---- unusual logs and addresses -------------------------------------------------------------------------------------
+
+
+def with_batches(events: Iterable[Event], **changes: Any) -> list[Event]:
+    return [msgspec.structs.replace(each, **changes) if isinstance(each, ev.BatchReady) else each for each in events]
+
+
+async def test_numbers_of_any_length_in_an_address_are_not_found() -> None:
+    async with served(archive()) as (client, watch):
+        await ready(client, watch)
+        for path in ("/run/main-1/step/", "/episode/main-1-"):
+            answer = await client.get(path + "9" * 5000)
+            assert answer.status_code == 404
+            assert "9" * 5000 in answer.text
+            assert (await client.get(path + "²")).status_code == 404
+
+
+async def test_an_episode_that_does_not_exist_is_not_said_to_be_compacted(tmp_path: Path) -> None:
+    write_archive(tmp_path / "run", list(story_events(3)))
+    async with served(archive(tmp_path / "run")) as (client, watch):
+        await ready(client, watch)
+        answer = await client.get("/episode/main-1-9999")
+        assert answer.status_code == 404
+        assert f"has no episode main-1-9999 at event {watch.position}" in answer.text
+
+
+async def test_a_page_that_does_not_exist_at_a_position_shows_that_position() -> None:
+    async with served(archive()) as (client, watch):
+        await ready(client, watch)
+        answer = await client.get("/run/main-2", params={"at": 5})
+        assert answer.status_code == 404
+        assert "5 of 88" in answer.text
+        assert "at event 5" in answer.text
+
+
+async def test_huge_rewards_are_shown(tmp_path: Path) -> None:
+    members = [
+        ev.BatchEpisode(episode=f"main-1-{n}", reward=reward, calls=()) for n, reward in enumerate((-1e308, 0.0, 1e308))
+    ]
+    write_archive(
+        tmp_path / "run", with_batches(story_events(2), groups=(ev.BatchGroup(task="t", episodes=tuple(members)),))
+    )
+    async with served(archive(tmp_path / "run")) as (client, watch):
+        await ready(client, watch)
+        for path in ("/run/main-1", "/run/main-1/points.json", "/run/main-1/step/1", "/runs?run=main-1"):
+            assert (await client.get(path)).status_code == 200
+
+
+async def test_a_step_whose_rewards_are_not_on_the_log_shows_only_what_is_known(tmp_path: Path) -> None:
+    write_archive(tmp_path / "run", with_batches(story_events(2), groups=()))
+    async with served(archive(tmp_path / "run")) as (client, watch):
+        await ready(client, watch)
+        page = (await client.get("/run/main-1/step/1")).text
+        assert "other clients collected them" in page
+        assert "inf" not in page
+
+
+async def test_a_step_of_very_many_groups_says_how_many_it_leaves_out(tmp_path: Path) -> None:
+    groups = tuple(
+        ev.BatchGroup(task=f"task {n}", episodes=(ev.BatchEpisode(episode=f"main-1-{n}", reward=n % 7, calls=()),))
+        for n in range(GROUPS_SHOWN + 20)
+    )
+    write_archive(tmp_path / "run", with_batches(story_events(2), groups=groups))
+    async with served(archive(tmp_path / "run")) as (client, watch):
+        await ready(client, watch)
+        page = (await client.get("/run/main-1/step/1")).text
+        assert page.count("class=silent") + page.count("<tr ><th") == GROUPS_SHOWN
+        assert f"The first {GROUPS_SHOWN} of {GROUPS_SHOWN + 20} groups" in page
+        found = (await client.get("/run/main-1/step/1", params={"task": f"task {GROUPS_SHOWN + 19}"})).text
+        assert f"task {GROUPS_SHOWN + 19}</" not in page
+        assert f"task {GROUPS_SHOWN + 19}<td>" in found
+
+
+async def test_a_viewer_does_not_start_the_reading_anew_while_the_server_stops() -> None:
+    async with served(archive()) as (client, watch):
+        async with client.stream("GET", "/events") as stream:
+            told = (line async for line in stream.aiter_lines() if line.startswith("data: "))
+            while '"ready":true' not in await anext(told):
+                pass
+            watch.stop_viewing()
+            assert [line async for line in told] == []
+        await watch.close()
+        watch.touch()
+        assert watch.source is None

@@ -18,6 +18,7 @@ from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 
 SECOND = 1_000_000_000
 SECONDS_KEPT = 60
+DIGITS_MAX = 18  # of a number in a URL: more do not fit 64 bits
 
 
 class SecondLoad(msgspec.Struct, array_like=True):
@@ -153,4 +154,4 @@ class Record:
 
 def _parts(episode: str) -> tuple[str, int]:
     stem, _, number = episode.rpartition("-")
-    return stem, int(number) if number.isdecimal() else 0
+    return stem, int(number) if number.isdecimal() and len(number) <= DIGITS_MAX else 0

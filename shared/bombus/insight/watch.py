@@ -64,6 +64,8 @@ class LogWatch:
 
     def touch(self) -> None:
         """Say that somebody looks: begin to read, or go on for another `idle_s` seconds."""
+        if self.is_closing:
+            return
         if self._task is None or self._task.done() or self._task.cancelling():
             self._task = asyncio.create_task(self._run(self._task))
         if self._timer is not None:
@@ -93,6 +95,7 @@ class LogWatch:
         self._notify()
 
     async def close(self) -> None:
+        self.is_closing = True
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
@@ -238,5 +241,4 @@ class LogWatch:
     def _notify(self) -> None:
         if self._viewers:
             self.changed.set()
-            self.is_closing = False
         self.changed = asyncio.Event()

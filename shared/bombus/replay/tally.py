@@ -26,9 +26,9 @@ class EpisodesSeen:
         if not self._numbers:
             raise NotOnLog(f"there is no episode {episode}: no episode was claimed in this log{self._compacted}")
         stem, _, number = episode.rpartition("-")
-        if stem in self._numbers and number.isdigit():
+        if stem in self._numbers and number.isdecimal():
             first, last = self._numbers[stem]
-            if first <= int(number) <= last:
+            if len(number) <= len(str(last)) and first <= int(number) <= last:
                 return
         near = [stem] if stem in self._numbers else list(self._numbers)[-RUNS_NAMED:]
         spans = ", ".join(f"{each}-{self._numbers[each][0]} to {each}-{self._numbers[each][1]}" for each in near)

@@ -9,6 +9,7 @@ from bombus.insight.web.pages import Visit, page
 from bombus.replay.episode.html import body
 from bombus.replay.episode.story import read_story
 from bombus.replay.episode.tree import read_transcript
+from bombus.replay.source import NotOnLog
 
 
 async def show(visit: Visit) -> Response:
@@ -16,7 +17,11 @@ async def show(visit: Visit) -> Response:
     claimed_at = visit.record.claimed_at(name)
     before = await visit.watch.at(min(max(visit.record.first, claimed_at - 1), visit.position))
     start = Moment.decode(before.encode())  # reading changes it
-    story = await read_story(visit.source, name, (start.hive, start.position), visit.position)
+    try:
+        story = await read_story(visit.source, name, (start.hive, start.position), visit.position)
+    except NotOnLog:
+        # The reader saw only the events from `start` on, and would say that the earlier ones were compacted.
+        raise NotOnLog(f"{visit.source.title} has no episode {name} at event {visit.position}") from None
     transcript = await read_transcript(visit.source, story)
     ended_s = max((turn.began_s + turn.seconds for turn in transcript.turns), default=0.0)
     text = Markup(body(transcript))  # which has escaped all that is from the log

@@ -18,14 +18,12 @@ from starlette.routing import Route
 
 from bombus.errors import BombusError
 from bombus.figures import duration, seconds_between
-from bombus.insight.record import Moment, Record
+from bombus.insight.record import DIGITS_MAX, Moment, Record
 from bombus.insight.watch import LogWatch
 from bombus.replay.diagnosis.steps import RunSeries
 from bombus.replay.episode.style import EPISODE
 from bombus.replay.moments import clock, date
 from bombus.replay.source import NotOnLog, Source
-
-DIGITS_MAX = 18  # of a position in a URL
 
 
 class Visit(msgspec.Struct):
@@ -57,7 +55,7 @@ class Visit(msgspec.Struct):
 
     def number(self, name: str) -> int | None:
         """Return a parameter of the URL that is a natural number, or None if it is missing or is not one."""
-        return _number(self.request.query_params.get(name, ""))
+        return natural(self.request.query_params.get(name, ""))
 
     def link(self, *path: str | int, **query: str | float | list[str] | None) -> str:
         """Return the URL of another page at the same position. Each part of the path is escaped."""
@@ -82,12 +80,14 @@ def page(path: str, handler: PageHandler) -> Route:
         source, record = watch.source, watch.record
         if not watch.is_ready or source is None or record is None:
             return _html("reading.html", watch, status=503 if watch.error else 200)
-        at = _number(request.query_params.get("at", ""))
+        at = natural(request.query_params.get("at", ""))
+        moment, shown_at = record.live, None
         try:
-            moment = record.live if at is None else await watch.at(at)
+            if at is not None:
+                moment, shown_at = await watch.at(at), at
             return await handler(Visit(request, watch, source, record, moment, at))
         except BombusError as error:
-            found = Visit(request, watch, source, record, record.live, None)
+            found = Visit(request, watch, source, record, moment, shown_at)
             status = 404 if isinstance(error, NotOnLog) else 500
             return _html("error.html", watch, status=status, visit=found, why=str(error))
 
@@ -98,7 +98,8 @@ def json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _number(text: str) -> int | None:
+def natural(text: str) -> int | None:
+    """Return the natural number in a part of a URL, or None if it is not one."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS_MAX else None
 
 

@@ -1,5 +1,8 @@
 """The page of a run: what is wrong with it, its figures by step as charts, and the rewards of one step."""
 
+from bisect import bisect_left
+from math import inf, nextafter
+
 import msgspec
 from starlette.responses import Response
 
@@ -62,24 +65,27 @@ async def _bins(visit: Visit, run: str, row: StepFigures) -> list[RewardBin]:
     async for entry in visit.source.events(row.seq - 1, row.seq):
         if isinstance(entry.event, ev.BatchReady):
             rewards = sorted(each.reward for group in entry.event.groups for each in group.episodes)
+            bins = binned(rewards)
+            # The page of a step includes both bounds, but a bin does not include its upper one.
+            shown = [high if each == len(bins) else nextafter(high, -inf) for each, (_, high, _) in enumerate(bins, 1)]
             return [
-                RewardBin(low, high, count, visit.link("run", run, "step", row.step, low=low, high=high))
-                for low, high, count in binned(rewards)
+                RewardBin(low, high, count, visit.link("run", run, "step", row.step, low=low, high=last))
+                for (low, high, count), last in zip(bins, shown, strict=True)
             ]
     return []
 
 
 def binned(rewards: list[float]) -> list[tuple[float, float, int]]:
-    """Return (low, high, count) of up to `BINS` bins of equal width that cover sorted rewards."""
+    """Return (low, high, count) of up to `BINS` bins of equal width that cover sorted rewards. `high` itself belongs to
+    the last bin only."""
     if not rewards:
         return []
     low, high = rewards[0], rewards[-1]
     count = BINS if high > low else 1
-    width = (high - low) / count
-    found = [0] * count
-    for reward in rewards:
-        found[min(int((reward - low) / width), count - 1) if width else 0] += 1
-    return [(low + width * each, low + width * (each + 1), found[each]) for each in range(count)]
+    width = high / count - low / count  # the difference of huge rewards is not finite
+    edges = [*(low + width * each for each in range(count)), high]
+    ends = [0, *(bisect_left(rewards, edge) for edge in edges[1:-1]), len(rewards)]
+    return [(edges[each], edges[each + 1], ends[each + 1] - ends[each]) for each in range(count)]
 
 
 ROUTES = (page("/run/{name}", show), page("/run/{name}/points.json", points))

@@ -7,12 +7,13 @@ from starlette.responses import Response
 
 from bombus.hive import events as ev
 from bombus.hive.rewards import have_signal
-from bombus.insight.web.pages import Visit, page
+from bombus.insight.web.pages import Visit, natural, page
 from bombus.replay.diagnosis.statistics import Spread
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.source import NotOnLog, Source
 
 SORTED_BY = {"order": "the batch's order", "spread": "largest spread", "worst": "lowest mean", "best": "highest mean"}
+GROUPS_SHOWN = 500  # with more, the page of a step is slow in a browser
 
 
 class EpisodeCell(msgspec.Struct, frozen=True):
@@ -36,10 +37,10 @@ class GroupRow(msgspec.Struct, frozen=True):
 async def show(visit: Visit) -> Response:
     series = visit.run(visit.request.path_params["name"])
     steps = [row for row in series.steps if row.done_seq <= visit.position]
-    number = int(visit.request.path_params["step"])
-    row = next((each for each in steps if each.step == number), None)
+    asked = visit.request.path_params["step"]
+    row = next((each for each in steps if each.step == natural(asked)), None)
     if row is None:
-        raise NotOnLog(f"{series.name} has not completed a step {number} by event {visit.position}")
+        raise NotOnLog(f"{series.name} has not completed a step {asked} by event {visit.position}")
     query = visit.request.query_params
     low, high = _bound(query.get("low", "")), _bound(query.get("high", ""))
     task, order = query.get("task", ""), query.get("sort", "")
@@ -49,9 +50,10 @@ async def show(visit: Visit) -> Response:
         "step.html",
         series=series,
         row=row,
-        before=max((each.step for each in steps if each.step < number), default=None),
-        after=min((each.step for each in steps if each.step > number), default=None),
-        groups=_sorted(chosen, order),
+        before=max((each.step for each in steps if each.step < row.step), default=None),
+        after=min((each.step for each in steps if each.step > row.step), default=None),
+        groups=_sorted(chosen, order)[:GROUPS_SHOWN],
+        groups_chosen=len(chosen),
         groups_in_all=len(groups),
         low=low,
         high=high,
@@ -112,4 +114,4 @@ def _sorted(groups: list[GroupRow], order: str) -> list[GroupRow]:
             return groups
 
 
-ROUTES = (page("/run/{name}/step/{step:int}", show),)
+ROUTES = (page("/run/{name}/step/{step}", show),)
