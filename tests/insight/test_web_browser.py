@@ -97,6 +97,9 @@ class Opened:
     def drawn(self) -> None:
         self.page.wait_for_selector("[data-chart=reward] svg")
 
+    def at(self) -> str:
+        return str(self.page.locator("#position").input_value())
+
     def number(self) -> int:
         return int(self.page.locator("#moment").inner_text().split(" ")[0].replace(",", ""))
 
@@ -212,3 +215,60 @@ def test_everything_that_can_be_used_has_a_name_and_the_first_stop_skips_to_the_
     assert unnamed == 0
     assert page.get_by_role("figure", name="Reward", exact=True).count() == 1
     assert page.get_by_role("slider", name="Event").count() == 1
+
+
+def test_the_slider_says_where_a_run_does_not_exist_yet_and_comes_back(opened: Opened) -> None:
+    page = opened.go("/run/main-1")
+    end = opened.number()
+    page.locator("#position").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#moment")).to_contain_text(f"0 of {end:,}")
+    expect(page.get_by_role("alert")).to_contain_text("has no run main-1")
+    assert page.locator("#facts").count() == 0
+    page.keyboard.press("End")
+    expect(page.locator("#facts")).to_contain_text(f"{STEPS - 1} steps")
+    assert page.locator("[data-chart=reward] svg").count() == 1
+    assert page.evaluate("document.activeElement.id") == "position"
+    assert all("404" in fault for fault in opened.faults)
+    opened.faults.clear()
+
+
+def test_the_axis_is_chosen_at_the_position_of_the_slider(opened: Opened) -> None:
+    page = opened.go("/run/main-1")
+    page.locator("#position").focus()
+    page.keyboard.press("PageDown")
+    page.wait_for_url("**at=*")
+    before = opened.at()
+    page.get_by_label("Horizontal axis").select_option("tokens")
+    page.wait_for_url("**axis=tokens**")
+    opened.drawn()
+    assert opened.number() == int(before)
+
+
+def test_the_slider_moves_the_pages_of_steps_and_episodes(opened: Opened) -> None:
+    page = opened.go("/run/main-1/step/1")
+    page.locator("#position").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#groups a").first).to_have_attribute("href", f"/episode/main-1-7?at={opened.at()}")
+    page = opened.go("/episode/main-1-1")
+    page.get_by_label("advantage").check()
+    assert "still open" not in page.locator("#episode").inner_text()
+    page.goto(opened.address + "/episode/main-1-1?at=16")
+    page.locator("#position").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#moment")).to_contain_text("17 of")
+    page.locator("#live").press("Enter")
+    expect(page.locator("#episode")).not_to_contain_text("still open")
+
+
+def test_more_tabs_than_a_browser_has_connections_can_be_open_since_hidden_ones_give_theirs_back(
+    browser: Any, address: str
+) -> None:
+    context = browser.new_context()  # whose tabs share six connections
+    hide = "Object.defineProperty(document, 'visibilityState', {configurable: true, get: () => 'hidden'});"
+    for number in range(8):
+        page = context.new_page()
+        page.goto(f"{address}/episode/main-1-{number + 1}", timeout=15_000)
+        page.wait_for_selector("#episode")
+        page.evaluate(f"{hide} document.dispatchEvent(new Event('visibilitychange'))")
+    context.close()

@@ -4,13 +4,12 @@
   const form = document.getElementById("replay");
   if (!form) return;
   const [play, slider, shown, speed] = ["play", "second", "shown", "speed"].map((id) => document.getElementById(id));
-  const calls = [...document.querySelectorAll("[data-began]")];
-  const ended = Number(form.dataset.ended);
+  let ended = Number(form.dataset.ended);
   let last = 0;
 
   function show(second) {
     shown.textContent = `${second.toFixed(1)} s`;
-    for (const call of calls) {
+    for (const call of document.querySelectorAll("[data-began]")) {
       call.hidden = second < Number(call.dataset.began);
       for (const reply of call.querySelectorAll(".reply")) reply.hidden = second < Number(call.dataset.ended);
     }
@@ -35,5 +34,12 @@
     requestAnimationFrame(tick);
   });
   slider.addEventListener("input", () => show(Number(slider.value)));
+  document.addEventListener("moved", () => {
+    const isWhole = Number(slider.value) >= ended;
+    ended = Math.max(0, ...[...document.querySelectorAll("[data-began]")].map((each) => Number(each.dataset.ended)));
+    slider.max = ended;
+    if (isWhole) slider.value = ended;
+    show(Number(slider.value));
+  });
   form.addEventListener("submit", (event) => event.preventDefault());
 })();

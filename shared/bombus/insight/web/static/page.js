@@ -7,6 +7,9 @@
   const told = document.getElementById("told");
   const PAUSE_MS = 80; // while the slider moves
   const at = () => new URLSearchParams(location.search).get("at");
+  const page = document.getElementById("main");
+  const made = new WeakMap(); // by region: the HTML that it was made from, without what scripts have drawn
+  for (const region of document.querySelectorAll("[data-live]")) made.set(region, region.innerHTML);
   let loading = null;
 
   function here(path, parameters) {
@@ -29,14 +32,22 @@
       return;
     }
     const fresh = new DOMParser().parseFromString(text, "text/html");
+    if (!fresh.getElementById("position")) return; // the log is being read again
+    // At positions without this page's run, step or episode, the answer says so in its place.
+    const main = document.getElementById("main");
+    if (fresh.getElementById("missing")) main.replaceWith(fresh.getElementById("main"));
+    else if (page.querySelector("#missing")) return location.reload();
+    else if (main !== page) main.replaceWith(page);
     for (const region of document.querySelectorAll("[data-live]")) {
       const next = fresh.getElementById(region.id);
-      if (!next || next.innerHTML === region.dataset.shown) continue;
+      if (!next || next.innerHTML === made.get(region)) continue;
       const html = next.innerHTML;
       const open = [...region.querySelectorAll("details")].map((each) => each.open);
       const focused = [...region.querySelectorAll("a, summary, [tabindex]")].indexOf(document.activeElement);
+      const chosen = [...region.querySelectorAll("input:checked")].map((each) => each.id);
       region.replaceChildren(...next.childNodes);
-      region.dataset.shown = html;
+      made.set(region, html);
+      for (const id of chosen) document.getElementById(id).checked = true;
       region.querySelectorAll("details").forEach((each, index) => { each.open = open[index] || false; });
       if (focused >= 0) region.querySelectorAll("a, summary, [tabindex]")[focused]?.focus({ preventScroll: true });
     }
@@ -78,12 +89,14 @@
   let shownAt = null;
 
   async function drawCharts() {
-    if (!box || !window.vegaEmbed) return;
+    if (!box || !box.isConnected || !window.vegaEmbed) return;
     const isMore = at() === null && shownAt === null && newest > 0;
     const url = here(box.dataset.points, { at: at(), after: isMore ? newest : null });
     let found;
     try {
-      found = await (await fetch(url)).json();
+      const answer = await fetch(url);
+      if (!answer.ok) return;
+      found = await answer.json();
     } catch {
       return;
     }
@@ -210,9 +223,16 @@
     });
   }
   for (const each of document.querySelectorAll("[data-submit]")) each.addEventListener("change", () => each.form.requestSubmit());
+  for (const each of document.querySelectorAll("form.choices")) {
+    each.addEventListener("formdata", ({ formData }) => {
+      if (at() === null) formData.delete("at");
+      else formData.set("at", at());
+    });
+  }
 
   const isReady = document.body.dataset.ready === "yes";
-  new EventSource("/events").onmessage = (message) => {
+  let isCurrent = true; // whether the log was read all the time since the page was last made
+  function hear(message) {
     const state = JSON.parse(message.data);
     if (!isReady) {
       if (state.ready) location.reload();
@@ -220,14 +240,30 @@
       words.textContent = state.error || `${state.position.toLocaleString("en")} of ${state.end.toLocaleString("en")} events`;
       const progress = document.getElementById("progress");
       if (progress) [progress.max, progress.value] = [Math.max(state.end, 1), state.position];
-    } else if (state.error) {
-      told.textContent = state.error;
-    } else if (state.ready && at() === null && state.position > Number(slider.max)) {
+      return;
+    }
+    told.textContent = state.error;
+    if (!state.ready) {
+      isCurrent = false;
+    } else if (!isCurrent || (at() === null && state.position > Number(slider.max))) {
+      isCurrent = true;
       refresh();
-    } else if (state.ready) {
+    } else {
       slider.max = Math.max(slider.max, state.position);
     }
-  };
+  }
+
+  // A browser opens six connections to a server at most, for all tabs together: hidden ones have to do without.
+  let stream = null;
+  function follow() {
+    stream?.close();
+    stream = null;
+    if (document.visibilityState === "hidden") return;
+    stream = new EventSource("/events");
+    stream.onmessage = hear;
+  }
+  document.addEventListener("visibilitychange", follow);
+  follow();
 
   addEventListener("load", drawAll);
 })();
