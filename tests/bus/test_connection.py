@@ -1,7 +1,9 @@
 import asyncio
+import gc
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -62,6 +64,17 @@ async def test_a_run_that_does_not_fit_into_one_answer_is_read_to_its_end(bus: B
         await bus.publisher.publish(subject, bytes([n]) * size, msg_id=str(n))
     found = await bus.get_many(bus.subjects.calls_stream, range(1, 5))
     assert [(stored.data[0], len(stored.data)) for stored in found] == [(n, size) for n in range(4)]
+
+
+async def test_several_lost_messages_are_one_error(bus: Bus) -> None:
+    """Requests that fail at the same time leave no task behind whose error nobody has seen."""
+    unseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    for _ in range(20):
+        with pytest.raises(LogCorrupted, match="has no message at"):
+            await bus.get_many(bus.subjects.calls_stream, range(1001, 1099, 2))
+    gc.collect()
+    assert unseen == []
 
 
 async def test_many_readers_of_large_messages_do_not_overwhelm_their_connection(bus: Bus) -> None:

@@ -354,8 +354,9 @@ class Bus:
                             break
                         await self._getting.acquire(size, GET_ROOM_S)
                     running.add(self._start_get(stream, wanted.popleft(), size))
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
+                    running.remove(task)
                     run, messages = task.result()
                     found |= {stored.seq: stored for stored in messages}
                     largest = max(largest, *(len(stored.data) for stored in messages))
