@@ -139,7 +139,7 @@ def test_what_clients_choose_is_shown_as_text_and_runs_nothing(opened: Opened) -
 def test_the_slider_moves_every_page_by_keyboard(opened: Opened) -> None:
     page = opened.go("/run/main-1")
     end = opened.number()
-    assert f"{STEPS - 1} steps" in page.locator("#facts").inner_text()
+    assert f"steps 1 to {STEPS - 1} " in page.locator("#facts").inner_text()
     points = page.locator("[data-chart=loss] svg path[aria-roledescription='point']")
     expect(points).to_have_count(STEPS - 1)
     page.locator("#position").focus()
@@ -147,7 +147,7 @@ def test_the_slider_moves_every_page_by_keyboard(opened: Opened) -> None:
     expect(page.locator("#moment")).to_contain_text(f"{end - 1:,} of {end:,}")
     for _ in range(4):
         page.keyboard.press("PageDown")
-    expect(page.locator("#facts")).not_to_contain_text(f"{STEPS - 1} steps")
+    expect(page.locator("#facts")).not_to_contain_text(f"steps 1 to {STEPS - 1} ")
     expect(points).not_to_have_count(STEPS - 1)
     assert 0 < points.count() < STEPS - 1
     assert f"at={opened.number()}" in page.url
@@ -226,7 +226,7 @@ def test_the_slider_says_where_a_run_does_not_exist_yet_and_comes_back(opened: O
     expect(page.get_by_role("alert")).to_contain_text("has no run main-1")
     assert page.locator("#facts").count() == 0
     page.keyboard.press("End")
-    expect(page.locator("#facts")).to_contain_text(f"{STEPS - 1} steps")
+    expect(page.locator("#facts")).to_contain_text(f"steps 1 to {STEPS - 1} ")
     assert page.locator("[data-chart=reward] svg").count() == 1
     assert page.evaluate("document.activeElement.id") == "position"
     assert all("404" in fault for fault in opened.faults)
