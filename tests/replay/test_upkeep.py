@@ -19,6 +19,7 @@ from bombus.replay import upkeep
 from tests.bus.test_snapshots import folded, play, put, save, two_snapshots
 from tests.coordinator.test_operations_on_a_bus import OPERATIONS, SESSIONS, client, trainer
 from tests.coordinator.test_shell import boot, leading, log_of
+from tests.patience import PATIENCE_S
 
 
 async def append(bus: Bus, event: Event, epoch: int, answers: int) -> None:
@@ -41,9 +42,20 @@ async def test_a_valid_log_agrees_with_its_snapshots(bus: Bus) -> None:
     assert seen[-1] == (newest.seq, newest.seq)
 
 
+async def all_completed(bus: Bus) -> None:
+    """Wait until the log has the result of each operation: a trainer does not wait for the last ones."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            completed = [stored for stored in await log_of(bus) if stored.subject.endswith(".operation.completed")]
+            if len(completed) == OPERATIONS * len(SESSIONS):
+                return
+            await asyncio.sleep(0.01)
+
+
 async def test_the_bodies_and_results_of_operations_are_read_and_their_loss_is_found(bus: Bus) -> None:
     async with leading(bus):
         await asyncio.gather(trainer(bus), *(client(bus, session) for session in SESSIONS))
+        await all_completed(bus)
     verified = await upkeep.verify(bus)
     assert verified.bodies == 2 * OPERATIONS * len(SESSIONS), (
         "each has a body, which no recovery checkpoint has, and a result"
@@ -81,6 +93,7 @@ async def test_a_multi_model_episode_that_ends_in_parts_is_found(bus: Bus) -> No
 async def test_an_operation_that_is_completed_twice_is_found(bus: Bus) -> None:
     async with leading(bus):
         await asyncio.gather(trainer(bus), *(client(bus, session) for session in SESSIONS))
+        await all_completed(bus)
     log = [ev.decode_event(stored.data) for stored in await log_of(bus)]
     newest = await bus.last(bus.subjects.events_stream)
     assert newest is not None
