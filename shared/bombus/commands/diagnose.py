@@ -4,7 +4,7 @@ import argparse
 
 import msgspec
 
-from bombus.insight.runs import read_answers, read_runs
+from bombus.insight.runs import add_run_argument, read_answers, read_runs
 from bombus.replay.diagnosis.diagnose import diagnose
 from bombus.replay.diagnosis.findings import BEFORE_MIN, NEAR_BEST, WINDOW, RunFinding, reward_bounds, reward_of
 from bombus.replay.diagnosis.statistics import VISIBLE, change, mean
@@ -21,13 +21,7 @@ something is, or if the log or the run cannot be read."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument(
-        "name",
-        nargs="?",
-        default="",
-        metavar="RUN",
-        help="main-2, or main for the newest run of this engine (default: the newest run of the only engine)",
-    )
+    add_run_argument(parser)
     add_source_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 

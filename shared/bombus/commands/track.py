@@ -11,7 +11,7 @@ from bombus import logs
 from bombus.cli import URL_FILE, add_log_argument, default_nats
 from bombus.config.job import Tracker
 from bombus.errors import BombusError, in_one_line
-from bombus.insight.runs import read_runs
+from bombus.insight.runs import add_run_argument, read_runs
 from bombus.insight.trackers.filling import ADAPTERS, fill
 from bombus.insight.trackers.following import follow, read_samples, sampled_of
 from bombus.insight.trackers.ledger import Ledger
@@ -34,13 +34,7 @@ class TrackerFailed(BombusError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument(
-        "name",
-        nargs="?",
-        default="",
-        metavar="RUN",
-        help="main-2, or main for the newest run of this engine (default: the newest run of the only engine)",
-    )
+    add_run_argument(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--to", type=Tracker, choices=list(Tracker), metavar="TRACKER", help=f"one of {', '.join(Tracker)}"

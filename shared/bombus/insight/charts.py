@@ -96,7 +96,7 @@ def points(chart: Chart, series: RunSeries, axis: Axis = "step", until: int | No
 
 
 def all_points(
-    series: RunSeries, axis: Axis, until: int, after: int = 0, rows_max: int = ROWS_MAX
+    series: RunSeries, axis: Axis, until: int | None, after: int = 0, rows_max: int = ROWS_MAX
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the points of every chart for one run, by the chart's key, of the steps after event `after`.
 

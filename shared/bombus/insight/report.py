@@ -17,11 +17,11 @@ from markupsafe import Markup
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError
 from bombus.figures import duration, one_line
-from bombus.insight.charts import CHARTS, points, spec
+from bombus.insight.charts import CHARTS, all_points, spec
 from bombus.insight.drawing import svg
-from bombus.insight.runs import read_answers, read_runs
+from bombus.insight.runs import add_run_argument, read_answers, read_runs
 from bombus.replay.diagnosis.diagnose import diagnose
-from bombus.replay.diagnosis.steps import RunSeries
+from bombus.replay.diagnosis.steps import STEPS_KEPT, RunSeries
 from bombus.replay.logged_run import LoggedRun, read_run
 from bombus.replay.moments import clock, date
 from bombus.replay.opening import add_source_arguments
@@ -39,13 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Writes one self-contained HTML page about a run: what `bombus diagnose` says, every chart with its numbers, "
         "the ancestry of the weights, the configuration, and how to make the run again."
     )
-    parser.add_argument(
-        "name",
-        nargs="?",
-        default="",
-        metavar="RUN",
-        help="main-2, or main for the newest run of this engine (default: the newest run of the only engine)",
-    )
+    add_run_argument(parser)
     add_source_arguments(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write (default: RUN.html)")
     parser.add_argument(
@@ -109,8 +103,9 @@ def _summary(series: RunSeries) -> str:
 
 
 def _charts(series: RunSeries) -> Iterator[tuple[Any, Markup | None, dict[str, Any]]]:
+    points = all_points(series, "step", None, rows_max=STEPS_KEPT + 1)
     for chart in CHARTS:
-        found = points(chart, series)
+        found = points[chart.key]
         drawn = Markup(svg(spec(chart, found, width=CHART_WIDTH))) if found else None  # its texts are escaped
         figures = list(dict.fromkeys(point["figure"] for point in found))
         by_x: dict[float, dict[str, float]] = {}

@@ -1,5 +1,6 @@
 """The runs of a log that train on jobs, each folded into figures by step."""
 
+import argparse
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 
@@ -16,6 +17,17 @@ from bombus.replay.source import NotOnLog, Source
 
 ANSWERS_READ = 128  # number of newest steps whose answers are read: each takes 0.1 s if they are long
 RUNS_KEPT = 100  # the newest runs; each has up to 8 MB
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a run, as `Runs.newest` understands it."""
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        metavar="RUN",
+        help="main-2, or main for the newest run of this engine (default: the newest run of the only engine)",
+    )
 
 
 class Runs:
