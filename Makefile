@@ -45,7 +45,7 @@ OUT ?=
 # Where it is set, as in many images, each process of a hive would compile torch and all else that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-trackers test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench sim chaos cuts fuzz histories clean
+.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-trackers test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench sim chaos upgrade cuts fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)
 
@@ -202,6 +202,11 @@ sim: $(DEV_STAMP)  ## whole hives in virtual time (SEEDS=10000)
 # A hive of two engines in real processes, killed and stopped at random, and once all at the same time.
 chaos: $(DEV_STAMP)  ## kill the processes of a real hive at random (KILLS=200)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --broken-replica
+
+# The same, and each process that starts runs this checkout or that of another commit: a rolling upgrade, and its roll-back.
+upgrade: $(DEV_STAMP)  ## the same, while its processes are upgraded and rolled back (REV=commit to upgrade from, KILLS=200)
+	tree=$$(mktemp -d)/tree; git worktree add --quiet --detach $$tree $(REV) && { $(BIN)/python -m tests.chaos --kills $(KILLS) --other $$tree; \
+	  result=$$?; git worktree remove --force $$tree; exit $$result; }
 
 # A hive whose disk forgets, at random moments, what was not synced.
 cuts: $(DEV_STAMP)  ## cut the power of a real hive at random (CUTS=200)

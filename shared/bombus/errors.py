@@ -161,6 +161,10 @@ class NewerEvent(LogCorrupted):
     """An event has a kind or a value that is unknown to this version. The error's sentence says what to upgrade."""
 
 
+class NewerLevel(BombusError):
+    """The log is at a feature level that this version does not know, so this version must not take part."""
+
+
 class EngineFault(BombusError):
     """A model, tokenizer, checkpoint or device cannot do what was requested."""
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import shutil
 import sys
+from pathlib import Path
 
 from tests.chaos.run import run, summary
 from tests.long_runs import begin
@@ -18,9 +19,15 @@ def main() -> int:
     parser.add_argument(
         "--broken-replica", action="store_true", help="one replica more, which never loads: its server is not there"
     )
+    parser.add_argument(
+        "--other",
+        type=Path,
+        metavar="TREE",
+        help="another release: each process runs either, as in an upgrade and a roll-back",
+    )
     arguments = parser.parse_args()
     seed, folder, say = begin("chaos", arguments.seed)
-    outcome = asyncio.run(run(folder, arguments.kills, seed, say, arguments.broken_replica))
+    outcome = asyncio.run(run(folder, arguments.kills, seed, say, arguments.broken_replica, arguments.other))
     print(summary(outcome))
     for wrong in outcome.report.wrong:
         print(f"WRONG {wrong}")

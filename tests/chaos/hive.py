@@ -13,6 +13,7 @@ import psutil
 
 from bombus.machine.process import PARENT_VARIABLE, free_port
 from tests.chaos.engines import cluster
+from tests.chaos.releases import Releases
 
 READY_S = 240.0
 GONE_S = 20.0
@@ -20,9 +21,13 @@ STOP_S = 90.0
 
 
 class RunningHive:
-    """`bombus up`, whose data is below `folder` and whose log is `log`. Its address stays the same when it restarts."""
+    """`bombus up`, whose data is below `folder` and whose log is `log`. Its address stays the same when it restarts.
 
-    def __init__(self, folder: Path, broken_replica: bool) -> None:
+    With `releases`, its processes run two releases of bombus.
+    """
+
+    def __init__(self, folder: Path, broken_replica: bool, releases: Releases | None = None) -> None:
+        self.releases = releases
         self.data = folder / "data"
         self.log = folder / "up.log"
         self._file = folder / "cluster.yaml"
@@ -31,6 +36,8 @@ class RunningHive:
         self.url = f"http://127.0.0.1:{port}"
         self._file.write_text(json.dumps(cluster(port, self.data, broken_replica), indent=2))
         self._process: asyncio.subprocess.Process | None = None
+        released = {} if releases is None else releases.environment
+        self._environment = {**os.environ, **released, "BOMBUS_CACHE": str(self._cache)}
 
     @property
     def bus(self) -> str:
@@ -47,7 +54,7 @@ class RunningHive:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "bombus", "up", "--config", str(self._file),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-                env={**os.environ, "BOMBUS_CACHE": str(self._cache), PARENT_VARIABLE: str(os.getpid())},
+                env={**self._environment, PARENT_VARIABLE: str(os.getpid())},
             )  # fmt: skip
         assert self._process.stdout is not None
         with contextlib.suppress(TimeoutError):
@@ -87,7 +94,7 @@ class RunningHive:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "bombus", *arguments, "--data", str(self.data),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, "BOMBUS_CACHE": str(self._cache)},
+            env=self._environment,
         )  # fmt: skip
         output, _ = await process.communicate()
         assert process.returncode is not None

@@ -46,6 +46,8 @@ class Killer:
         return self._seconds / done * max(0, kills - done) if done else 0.0
 
     def _strike(self) -> None:
+        if self._hive.releases is not None:
+            self._hive.releases.choose()
         if self._random.random() < STOPS:
             for kind, victim in self._victims(1):
                 self.stops[kind] += 1

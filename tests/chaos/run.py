@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from tests.chaos.audit import audit
 from tests.chaos.engines import ENGINES, LEFT
 from tests.chaos.hive import RunningHive
 from tests.chaos.killer import Killer
+from tests.chaos.releases import Releases
 from tests.chaos.report import Report, lines
 
 QUIET_S = 240.0  # allowed for some steps once the killing has ended
@@ -39,12 +41,19 @@ class Outcome:
     multi: MultiModelAgents
     restarted: int  # processes that were killed at once in the middle
     seconds: float
+    started: Mapping[str, Counter[str]]  # by release, the processes of each service, if there are two releases
 
 
-async def run(folder: Path, kills: int, seed: int, say: Say, broken_replica: bool = False) -> Outcome:
-    """Run once. Raises `AssertionError` when the hive does not start, or what stopped an agent."""
+async def run(
+    folder: Path, kills: int, seed: int, say: Say, broken_replica: bool = False, other: Path | None = None
+) -> Outcome:
+    """Run once, if `other` is the tree of another release, with processes of both.
+
+    Raises `AssertionError` when the hive does not start, or what stopped an agent.
+    """
     began = time.monotonic()
-    hive = RunningHive(folder, broken_replica)
+    releases = None if other is None else Releases(folder, other, seed)
+    hive = RunningHive(folder, broken_replica, releases)
     killer = Killer(hive, seed)
     agents = {engine.name: Agents(hive.url, engine, seed) for engine in ENGINES}
     multi = MultiModelAgents(hive.url, {name: each.ledger for name, each in agents.items()}, seed)
@@ -58,6 +67,8 @@ async def run(folder: Path, kills: int, seed: int, say: Say, broken_replica: boo
             say(f"{restarted} processes were killed at once and are up again")
             await _while(playing, killer.run(kills))
             say("the killing has ended; waiting for more steps")
+            if releases is not None:
+                releases.choose("this")
             made = await _while(playing, _more_steps(hive.url, STEPS_AFTER))
             multi.stop()
             for each in agents.values():
@@ -75,7 +86,8 @@ async def run(folder: Path, kills: int, seed: int, say: Say, broken_replica: boo
         await _verify(hive, report)
     finally:
         await hive.stop()
-    return Outcome(report, killer, agents, multi, restarted, time.monotonic() - began)
+    started = {} if releases is None else releases.started()
+    return Outcome(report, killer, agents, multi, restarted, time.monotonic() - began, started)
 
 
 # ---- while agents play --------------------------------------------------------------------------------------------
@@ -226,15 +238,22 @@ async def _verify(hive: RunningHive, report: Report) -> None:
 def summary(outcome: Outcome) -> str:
     """Summarise the run in a few lines."""
     killer = outcome.killer
-    kills = ", ".join(f"{kind} {count}" for kind, count in sorted(killer.kills.items()))
-    stops = ", ".join(f"{kind} {count}" for kind, count in sorted(killer.stops.items()))
+    kills, stops = _counted(killer.kills), _counted(killer.stops)
     return "\n".join(
         [
             f"kills                   {killer.kills.total():12}   ({kills})",
             f"  at once, in the middle{outcome.restarted:12}   (everything)",
             f"stops                   {killer.stops.total():12}   ({stops})",
+            *(
+                f"started, {name} release {services.total():14}   ({_counted(services)})"
+                for name, services in outcome.started.items()
+            ),
             *lines(outcome.report),
             f"multi-model episodes ended    {outcome.multi.ended:12}   (none in parts, by `bombus log verify`)",
             f"seconds                 {outcome.seconds:12.0f}",
         ]
     )
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))

@@ -9,12 +9,14 @@ import pytest
 
 from bombus.bus import EPOCH, INBOX, TRACEPARENT, Bus, Outgoing, Reader, Stored, append
 from bombus.bus.follow import Follower
-from bombus.errors import Code, Deposed, Refused
+from bombus.errors import Code, Deposed, NewerLevel, Refused
 from bombus.hive import events as ev
-from bombus.hive import inbox
+from bombus.hive import inbox, levels
 from bombus.hive.events import Collection, EpisodeType, NotedCall, Weights
 from bombus.hive.records import CallRef
 from bombus.hive.state import Phase
+from bombus.hive.status.text import render_status
+from bombus_coordinator.recovery import Fold
 from bombus_coordinator.shell import Coordinator, Housekeeping
 from tests.patience import PATIENCE_S
 
@@ -22,9 +24,9 @@ ENGINE = "main"
 
 
 @asynccontextmanager
-async def leading(bus: Bus, trim_s: float = 10.0) -> AsyncIterator[Coordinator]:
+async def leading(bus: Bus, trim_s: float = 10.0, raise_level: bool = False) -> AsyncIterator[Coordinator]:
     """Lead for the length of the block, then stop without cleaning up, as in a crash."""
-    coordinator = Coordinator(bus, housekeeping=Housekeeping(trim_s=trim_s))
+    coordinator = Coordinator(bus, housekeeping=Housekeeping(trim_s=trim_s, raise_level=raise_level))
     task = asyncio.create_task(coordinator.lead())
     ready = asyncio.create_task(coordinator.leading.wait())
     await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -309,3 +311,30 @@ async def test_the_inbox_is_trimmed_up_to_what_is_decided(bus: Bus) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while (await bus.state(bus.subjects.inbox_stream)).first_seq == 1:
                 await asyncio.sleep(0.02)
+
+
+async def test_r4_a_log_keeps_its_feature_level_until_it_is_raised_and_then_refuses_older_releases(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with leading(bus) as first:
+        await boot(bus)
+        assert first.core.hive.level == levels.LEVEL, "a new log begins at the release's own level"
+    ours = levels.LEVEL
+    monkeypatch.setattr(levels, "LEVEL", ours + 1)  # the next release
+    async with leading(bus) as upgraded:
+        assert upgraded.core.hive.level == ours
+        assert f"--raise-level ({ours + 1})" in render_status(upgraded.core.hive)
+    monkeypatch.setattr(levels, "LEVEL", ours)  # rolled back
+    async with leading(bus) as rolled_back:
+        assert rolled_back.core.hive.epoch == 3
+    monkeypatch.setattr(levels, "LEVEL", ours + 1)
+    async with leading(bus, raise_level=True) as raised:
+        assert raised.core.hive.level == ours + 1
+    await raised.leave()  # with a snapshot
+    monkeypatch.setattr(levels, "LEVEL", ours)
+    last = (await bus.state(bus.subjects.events_stream)).last_seq
+    for refused in (Coordinator(bus).lead(), Follower(bus).run(), Fold.begin(bus)):
+        with pytest.raises(NewerLevel, match=f"feature level {ours + 1}.* upgrade bombus here"):
+            async with asyncio.timeout(PATIENCE_S):
+                await refused
+    assert (await bus.state(bus.subjects.events_stream)).last_seq == last, "nothing was written"

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from bombus.bus.follow import read_event
 from bombus.config.documents import parse_job
 from bombus.config.job import RunConfig
 from bombus.environments.openenv import messages as openenv
-from bombus.errors import EngineFault, LogCorrupted, Refused
+from bombus.errors import EngineFault, LogCorrupted, NewerLevel, Refused
 from bombus.hive import events, generation, inbox, records
 from bombus.hive.records import pack_tokens
 from bombus.hive.trajectories.records import decode_group, encode_group
@@ -105,7 +106,9 @@ def _latin(tree: Tree) -> bytes:
 
 
 def _event(body: bytes) -> object:
-    return read_event(Stored(1, "bombus.h.event.e.kind", body, {}, 0))
+    with suppress(NewerLevel):  # the example of `epoch.opened` has any level
+        return read_event(Stored(1, "bombus.h.event.e.kind", body, {}, 0))
+    return events.decode_event(body)
 
 
 def _frames(body: bytes) -> object:

@@ -44,5 +44,5 @@ def run(arguments: argparse.Namespace) -> int:
     archive = Path(options.archive).absolute() if options.archive else None
     compaction = Compaction(url=arguments.nats, archive=archive) if options.compact else None
     metrics = settings_from(MetricsOptions, arguments)
-    upkeep = Housekeeping(disk=disk, compaction=compaction, metrics=metrics)
+    upkeep = Housekeeping(disk=disk, compaction=compaction, metrics=metrics, raise_level=options.raise_level)
     return run_service(shell.run(arguments.nats, arguments.hive, arguments.name, upkeep, limits))

@@ -11,7 +11,7 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive import inbox
+from bombus.hive import inbox, levels
 from bombus.hive.events import NotedCall
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import EngineState, Hive
@@ -69,15 +69,21 @@ class Core:
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
-    def open_epoch(self, leader: str, calls_bytes_max: int = 0, trajectories_bytes_max: int = 0) -> Decision:
+    def open_epoch(
+        self, leader: str, calls_bytes_max: int = 0, trajectories_bytes_max: int = 0, *, raise_level: bool = False
+    ) -> Decision:
         """Return the decision with which a new leader begins (R4). From its event on, all silence is counted afresh
-        (R5)."""
+        (R5).
+
+        A new log begins at our own feature level. Another log keeps its level unless `raise_level`.
+        """
         opened = ev.EpochOpened(
             at_ns=self.hive.now_ns,
             epoch=self.hive.epoch + 1,
             leader=leader,
             calls_bytes_max=calls_bytes_max,
             trajectories_bytes_max=trajectories_bytes_max,
+            level=levels.LEVEL if raise_level or not self.hive.epoch else self.hive.level,
         )
         return self._fold(Decision(events=(opened,)), 0).decision
 

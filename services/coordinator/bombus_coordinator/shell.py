@@ -68,7 +68,8 @@ class Undecidable(BombusError):
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
     """How a leader maintains the bus. `disk` is a folder on the bus's disk, whose free space is watched.
 
-    Without `compaction` the log keeps all of its events. `metrics` says where this process, leading or not, serves its
+    Without `compaction` the log keeps all of its events. With `raise_level` a new leader raises the log's feature level
+    to its own. `metrics` says where this process, leading or not, serves its
     metrics.
     """
 
@@ -77,6 +78,7 @@ class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
     disk: Path | None = None
     compaction: Compaction | None = None
     metrics: MetricsOptions = MetricsOptions()
+    raise_level: bool = False
 
 
 class Memory(msgspec.Struct):
@@ -194,7 +196,8 @@ class Coordinator:
         """
         subjects = self.bus.subjects
         shared = [await self.bus.state(each) for each in (subjects.calls_stream, subjects.trajectories_stream)]
-        await self._append_own([self.core.open_epoch(self.leader, *(max(0, each.max_bytes) for each in shared))])
+        sizes = [max(0, each.max_bytes) for each in shared]
+        await self._append_own([self.core.open_epoch(self.leader, *sizes, raise_level=self._housekeeping.raise_level)])
         self._answered = found.answered
         self._consumed = self._memory.metrics.consumed = found.answered.seq
         if found.lost:

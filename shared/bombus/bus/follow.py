@@ -10,8 +10,9 @@ import msgspec
 
 from bombus.bus import TRACEPARENT, Bus, Reader, Stored, snapshots
 from bombus.errors import BusUnavailable, LogCorrupted, NewerEvent, StreamEndLost
-from bombus.hive.events import AnyEvent, decode_event
+from bombus.hive.events import AnyEvent, EpochOpened, decode_event
 from bombus.hive.fold.evolve import evolve
+from bombus.hive.levels import check_level
 from bombus.hive.state import Hive
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,10 @@ class Follower:
         return 0 if self._newest is None else self._newest.written_ns
 
     async def run(self) -> None:
-        """Fold until cancelled. Raises `LogCorrupted` at an unreadable event and, if `strict`, `NewerEvent`."""
+        """Fold until cancelled.
+
+        Raises `LogCorrupted` at an unreadable event, `NewerLevel` and, if `strict`, `NewerEvent`.
+        """
         while True:
             await self._start()
             self._wake()  # the snapshot may already include the last event
@@ -185,10 +189,11 @@ async def fold(bus: Bus) -> Hive:
 def read_event(stored: Stored) -> AnyEvent:
     """Decode the event in a message. Raises `NewerEvent` if the event is intact but this version does not know it.
 
-    Raises `LogCorrupted` if the bytes are not an event.
+    Raises `NewerLevel` for an epoch at a feature level that this version does not know, and `LogCorrupted` if the bytes
+    are not an event.
     """
     try:
-        return decode_event(stored.data)
+        event = decode_event(stored.data)
     except msgspec.ValidationError as error:
         own = importlib.metadata.version("bombus")
         raise NewerEvent(
@@ -197,3 +202,6 @@ def read_event(stored: Stored) -> AnyEvent:
         ) from error
     except msgspec.MsgspecError as error:
         raise LogCorrupted(f"event {stored.seq} on {stored.subject} is damaged: {error}") from error
+    if isinstance(event, EpochOpened):
+        check_level(event.level)
+    return event

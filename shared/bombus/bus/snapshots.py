@@ -14,6 +14,7 @@ from bombus.bus import Blobs, Bus
 from bombus.bus.headers import MSG_ID
 from bombus.errors import LogCorrupted
 from bombus.hive.decoding import decoded
+from bombus.hive.levels import check_level
 from bombus.hive.state import FOLD, Hive
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,10 @@ async def positions(bus: Bus) -> list[int]:
 
 
 async def load(bus: Bus, position: int) -> Snapshot:
-    """Load the snapshot at `position`. Raises `LogCorrupted` if it is missing or damaged, or belongs to another log."""
+    """Load the snapshot at `position`.
+
+    Raises `LogCorrupted` if it is missing or damaged, or belongs to another log, and `NewerLevel`.
+    """
     snapshot = decode(await Blobs(bus).get(_name(position)))
     stream = bus.subjects.events_stream
     state = await bus.state(stream)
@@ -109,6 +113,7 @@ async def load(bus: Bus, position: int) -> Snapshot:
         raise LogCorrupted(f"the log begins too far after it, at event {state.first_seq}")
     if position >= state.first_seq and (await bus.get(stream, position)).headers.get(MSG_ID) != snapshot.event_id:
         raise LogCorrupted(f"event {position} in this log is a different event")
+    check_level(snapshot.hive.level)
     return snapshot
 
 

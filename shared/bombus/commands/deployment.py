@@ -66,6 +66,7 @@ PROCESS_FLAGS: Overrides = {
     **TRAINER_FLAGS,
     "coordinator.compact": Flag(default="they are"),
     "coordinator.archive": Flag(),
+    "coordinator.raise_level": Flag(),
     **STREAM_FLAGS,
 }
 FLAGS = {**HIVE_FLAGS, **PROCESS_FLAGS}

@@ -134,12 +134,16 @@ class WebPart(Part):
 
 
 class LogOptions(Part):
-    """Options for compacting a growing log. Used in cluster files and by the flags of `bombus coordinator`."""
+    """Options for compacting a growing log, and for what is written to it. Used in cluster files and by the flags of
+    `bombus coordinator`."""
 
     compact: Annotated[bool, Flag(help="whether the oldest events are removed once the log is over 60 % full")] = True
     archive: Annotated[
         str, Flag(metavar="DIR", help="a folder to which events are written before they are removed", default="none")
     ] = Field(default="", max_length=4096)
+    raise_level: Annotated[
+        bool, Flag(help="raise the log's feature level to this release's, after which older releases refuse the hive")
+    ] = False
 
     @model_validator(mode="after")
     def _what_is_archived_is_removed(self) -> "LogOptions":
@@ -152,7 +156,8 @@ class CoordinatorPart(LogOptions):
     """The coordinator. One of `count` processes leads and the others stand by; with 0, it runs on another machine.
 
     With `compact` the leader removes the oldest events once the log is over 60 % full, until it is about 40 % full. If
-    a folder `archive` (relative to the working directory) is given, the events are first written there.
+    a folder `archive` (relative to the working directory) is given, the events are first written there. `raise_level`
+    ends an upgrade (docs/storage.md): older releases can no longer take part.
     """
 
     count: Count = 1

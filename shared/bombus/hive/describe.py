@@ -211,7 +211,12 @@ _batches = _Says(EventGroup.BATCHES)
 _training = _Says(EventGroup.TRAINING)
 _weights = _Says(EventGroup.WEIGHTS)
 
-_engine(ev.EpochOpened, lambda event: f"epoch {event.epoch} opened by {event.leader}")
+_engine(
+    ev.EpochOpened,
+    lambda event: (
+        f"epoch {event.epoch} opened by {event.leader}" + (f", feature level {event.level}" if event.level > 1 else "")
+    ),
+)
 _engine(
     ev.LeadingPaused,
     lambda event: (

@@ -432,6 +432,7 @@ class Hive(msgspec.Struct, kw_only=True):
     trajectories_released: int = 0  # the same for the stream `trajectories`
     calls_bytes_max: int = 0  # the limit of the stream `calls` when this epoch began, 0 if it has none
     trajectories_bytes_max: int = 0  # the same for the stream `trajectories`
+    level: int = 1  # the feature level, by which releases are told apart that must not take part
 
     @property
     def refusing(self) -> str:

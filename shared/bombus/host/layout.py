@@ -133,7 +133,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
     stem = f"{socket.gethostname()}-{os.getpid()}"
     kept = [] if cluster.nats else ["--watch-disk", str((layout.data_dir / "nats").absolute())]
     kept += typed_flags(cluster.streams)
-    kept += [] if cluster.coordinator.compact else ["--no-compact"]
+    kept += typed_flags(cluster.coordinator, "compact", "raise_level")
     kept += ["--archive", str(Path(cluster.coordinator.archive).absolute())] if cluster.coordinator.archive else []
 
     ports = itertools.count(cluster.metrics_port) if cluster.metrics_port else itertools.repeat(0)

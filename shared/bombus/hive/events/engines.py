@@ -9,12 +9,16 @@ from bombus.hive.fates import StepTokens
 
 class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
     """A coordinator has become the leader. The event gives the size limits of the streams `calls` and `trajectories`; 0
-    means that a stream has no limit."""
+    means that a stream has no limit.
+
+    What is written from here on can be read by every release that knows the feature level `level`.
+    """
 
     epoch: int
     leader: str
     calls_bytes_max: int = 0
     trajectories_bytes_max: int = 0
+    level: int = 1
 
 
 class LeadingPaused(Event, frozen=True, kw_only=True, omit_defaults=True, tag="leading.paused"):

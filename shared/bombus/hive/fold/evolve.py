@@ -46,6 +46,7 @@ def _evolve_hive(hive: Hive, event: Event) -> None:
             hive.epoch = event.epoch
             hive.calls_bytes_max = event.calls_bytes_max
             hive.trajectories_bytes_max = event.trajectories_bytes_max
+            hive.level = event.level
         case ev.LeadingPaused():
             note_pause(hive.pauses, event.since_ns, event.at_ns)
         case ev.StorageFilled():

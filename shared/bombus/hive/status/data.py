@@ -243,6 +243,7 @@ def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
             for lost in hive.went_back.values()
             if (ago_s := seconds_between(lost.at_ns, now_ns)) < LOSS_SHOWN_S
         ),
+        level=hive.level,
     )
 
 

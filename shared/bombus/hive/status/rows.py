@@ -209,3 +209,4 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     dead_letters: tuple[str, ...] = ()  # the newest messages that could not be decided, because of a bug in bombus
     uncompacted: str = ""  # why the log could not be compacted
     went_back: tuple[str, ...] = ()  # streams that have lost their end in the last day
+    level: int = 1  # the feature level of the log

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from bombus.figures import byte_size, counted, duration, one_line, seconds_between
+from bombus.hive import levels
 from bombus.hive.collection import Measure
 from bombus.hive.operations.state import mean_loss
 from bombus.hive.pacing import Pace
@@ -265,6 +266,11 @@ def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> st
     if status.uncompacted:
         alarms.append(f"warning: the log could not be compacted: {one_line(status.uncompacted)}\n")
     alarms += [f"warning: {lost}\n" for lost in status.went_back]
+    if status.level < levels.LEVEL and status.epoch:
+        alarms.append(
+            f"the log is at feature level {status.level}, which the release before this one can read too; to end the "
+            f"upgrade, start the coordinators with --raise-level ({levels.LEVEL})\n"
+        )
     parts = [_engine_text(row, _waits_lines(hive, row.engine, status.now_ns), status.now_ns) for row in chosen]
     if multi := _multi_model_lines([row for row in status.multi_model if engine in ("", *row.engines)]):
         parts.append("\n".join(multi))
