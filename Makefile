@@ -32,6 +32,7 @@ KILLS ?= 200
 CUTS ?= 200
 MINUTES ?= 2
 HISTORIES ?= 10000
+EPISODES ?= 1000
 SEQUENCES ?= 2000
 CHECKOUT ?=
 REV ?= HEAD
@@ -45,7 +46,7 @@ OUT ?=
 # Where it is set, as in many images, each process of a hive would compile torch and all else that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-trackers test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench sim chaos upgrade cuts fuzz histories clean
+.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-trackers test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench load sim chaos upgrade cuts fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)
 
@@ -194,6 +195,9 @@ bench-compare: $(DEV_STAMP)  ## ratios of figures to those of a commit (REV=1806
 # Simulated runs, healthy and with one fault each. The table is for seeds on which the rules were not tuned.
 diagnose-bench: $(DEV_STAMP)  ## how often `bombus diagnose` finds faults and raises false alarms: docs/diagnose.md
 	$(BIN)/python -m bench.diagnose
+
+load: $(DEV_STAMP)  ## a hive under the load of thousands of agents: latency, errors, CPU, memory (EPISODES=1000, MINUTES=2)
+	$(BIN)/python -m bench.load --episodes $(EPISODES) --minutes $(MINUTES)
 
 # Whole hives in virtual time, one for each seed.
 sim: $(DEV_STAMP)  ## whole hives in virtual time (SEEDS=10000)

@@ -6,15 +6,17 @@ import signal
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import cycle
+from functools import partial
+from itertools import count
 from typing import Literal, NamedTuple, cast
 
 from bench.processes import process_of
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.hive.generation import Finished, Tokens, decode_request, encode_frame
-from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves
+from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves, WeightsLoadedFact
 from bombus.hive.records import pack_logprobs, pack_tokens
+from bombus.hive.state import Hive
 
 NAME = "scripted"
 ALIVE_S = 1.0
@@ -31,9 +33,9 @@ class _Answer(NamedTuple):
     portions: list[bytes]
 
 
-def _written(tokens: Sequence[int], reason: Reason) -> _Answer:
-    whole = Tokens(version=0, tokens=pack_tokens(tokens), logprobs=pack_logprobs([-1.0] * len(tokens)))
-    single = [Tokens(version=0, tokens=pack_tokens([each]), logprobs=pack_logprobs([-1.0])) for each in tokens]
+def _written(tokens: Sequence[int], reason: Reason, version: int) -> _Answer:
+    whole = Tokens(version=version, tokens=pack_tokens(tokens), logprobs=pack_logprobs([-1.0] * len(tokens)))
+    single = [Tokens(version=version, tokens=pack_tokens([each]), logprobs=pack_logprobs([-1.0])) for each in tokens]
     end = encode_frame(Finished(reason=reason))
     body = encode_frame(whole) + end
     size = -(-len(tokens) // PORTIONS)
@@ -45,10 +47,12 @@ def _written(tokens: Sequence[int], reason: Reason) -> _Answer:
 
 
 class ScriptedReplica(asyncio.Protocol):
-    """One connection of a gateway: each `POST /generate` gets the next answer at once, or in portions, one a frame."""
+    """One connection of a gateway: each `POST /generate` gets the next answer after `delay_s`, whole or in portions,
+    one a frame."""
 
-    def __init__(self, answers: Iterator[_Answer]) -> None:
+    def __init__(self, answers: Iterator[_Answer], delay_s: float) -> None:
         self._answers = answers
+        self._delay_s = delay_s
         self._buffer = b""
         self._transport: asyncio.Transport | None = None
 
@@ -64,9 +68,18 @@ class ScriptedReplica(asyncio.Protocol):
         if len(rest) < int(lengths[0]):
             return
         self._buffer = b""
+        stream = decode_request(rest).stream
+        if self._delay_s:
+            asyncio.get_running_loop().call_later(self._delay_s, self._answer, stream)
+        else:
+            self._answer(stream)
+
+    def _answer(self, stream: bool) -> None:
         assert self._transport is not None
+        if self._transport.is_closing():
+            return
         answer = next(self._answers)
-        if decode_request(rest).stream:
+        if stream:
             self._transport.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
             self._send(iter(answer.portions))
         else:
@@ -83,17 +96,26 @@ class ScriptedReplica(asyncio.Protocol):
 
 @asynccontextmanager
 async def scripted_replica(
-    bus: Bus, engine: str, answers: Sequence[Sequence[int]], reason: Reason = "length"
+    bus: Bus, engine: str, answers: Sequence[Sequence[int]], reason: Reason = "length", delay_s: float = 0.0
 ) -> AsyncIterator[int]:
     """Take the place of the only replica of a hive that this process has started, for the block; yield the port.
 
     Its engine rolls. The process of the replica stands still meanwhile, so that nobody starts another one. The calls
     get these answers (ids of tokens) in turn, and the first one again after the last.
     """
-    served = cycle([_written(tokens, reason) for tokens in answers])
-    server = await asyncio.get_running_loop().create_server(lambda: ScriptedReplica(served), "127.0.0.1", 0)
-    port = int(server.sockets[0].getsockname()[1])
     follower = Follower(bus)
+
+    def served() -> Iterator[_Answer]:
+        version = -1
+        for number in count():
+            if version != max(0, follower.hive.engine(engine).version):
+                version = max(0, follower.hive.engine(engine).version)
+                written = [_written(tokens, reason, version) for tokens in answers]
+            yield written[number % len(written)]
+
+    script = served()
+    server = await asyncio.get_running_loop().create_server(lambda: ScriptedReplica(script, delay_s), "127.0.0.1", 0)
+    port = int(server.sockets[0].getsockname()[1])
     tasks = [asyncio.create_task(follower.run())]
     own = process_of(os.getpid(), "inference")
     try:
@@ -101,7 +123,7 @@ async def scripted_replica(
         state = follower.hive.engine(engine)
         (name,) = state.replicas
         os.kill(own, signal.SIGSTOP)
-        tasks.append(asyncio.create_task(_stay_alive(bus, engine, state.run, port)))
+        tasks.append(asyncio.create_task(_stay_alive(bus, engine, follower, port)))
         await bus.inbox.send(ReplicaLeaves(id=uuid.uuid4().hex, engine=engine, replica=name))
         await follower.wait_for(lambda hive: list(hive.engine(engine).usable) == [NAME], LEAVES_S)
         yield port
@@ -114,12 +136,24 @@ async def scripted_replica(
         server.close()
 
 
-async def _stay_alive(bus: Bus, engine: str, run: int, port: int) -> None:
+async def _stay_alive(bus: Bus, engine: str, follower: Follower, port: int) -> None:
+    """Say every second that the replica is there, and at once that it serves each new version."""
     url = f"http://127.0.0.1:{port}"
     while True:
+        state = follower.hive.engine(engine)
+        newest = max(0, state.version)
+        alive = ReplicaAlive(
+            id=uuid.uuid4().hex, engine=engine, replica=NAME, url=url, run=state.run, version=newest, capacity=CAPACITY
+        )
+        await bus.inbox.send(alive)
         await bus.inbox.send(
-            ReplicaAlive(
-                id=uuid.uuid4().hex, engine=engine, replica=NAME, url=url, run=run, version=0, capacity=CAPACITY
+            WeightsLoadedFact(
+                id=f"{NAME}-{state.run}-{newest}", engine=engine, run=state.run, version=newest, replica=NAME
             )
         )
-        await asyncio.sleep(ALIVE_S)
+        with suppress(TimeoutError):
+            await follower.wait_for(partial(_is_newer, engine, newest), ALIVE_S)
+
+
+def _is_newer(engine: str, version: int, hive: Hive) -> bool:
+    return hive.engine(engine).version > version

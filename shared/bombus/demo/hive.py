@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,15 +22,18 @@ class HiveFailed(BombusError):
 
 
 @asynccontextmanager
-async def running(folder: Path, threads: int = 0, durability: str = "process") -> AsyncIterator[str]:
-    """Start a hive with its data under `folder`, yield its URL, then stop it and wait until it has exited.
+async def running(
+    folder: Path, threads: int = 0, durability: str = "process", more: Sequence[str] = ()
+) -> AsyncIterator[str]:
+    """Start a hive with its data under `folder` and `more` options of `bombus up`, and yield its URL. Then stop it and
+    wait until it has exited.
 
     Raises `HiveFailed` if the hive is not ready in time. Its log is `folder/hive.log`.
     """
     private_folder(folder)
     port = free_port()
     command = [sys.executable, "-m", "bombus", "up", "--port", str(port), "--data-dir", str(folder / "hive")]
-    command += ["--threads", str(threads), "--durability", durability]
+    command += ["--threads", str(threads), "--durability", durability, *more]
     log_path = folder / "hive.log"
     with log_path.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
