@@ -33,6 +33,7 @@ CUTS ?= 200
 MINUTES ?= 2
 HISTORIES ?= 10000
 EPISODES ?= 1000
+SHARE ?= 1
 SEQUENCES ?= 2000
 CHECKOUT ?=
 REV ?= HEAD
@@ -46,7 +47,7 @@ OUT ?=
 # Where it is set, as in many images, each process of a hive would compile torch and all else that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-trackers test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench load sim chaos upgrade cuts fuzz histories clean
+.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-trackers test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench load sim chaos test-hosts upgrade cuts fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)
 
@@ -206,6 +207,10 @@ sim: $(DEV_STAMP)  ## whole hives in virtual time (SEEDS=10000)
 # A hive of two engines in real processes, killed and stopped at random, and once all at the same time.
 chaos: $(DEV_STAMP)  ## kill the processes of a real hive at random (KILLS=200)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --broken-replica
+
+# A hive on nine hosts, which are network namespaces: its network is cut, slowed and lossy, hosts freeze, clocks differ.
+test-hosts: $(DEV_STAMP)  ## break the network between the hosts of a hive, in 20 minutes (root, Linux; SHARE=0.2: of the pairs of hosts)
+	$(BIN)/python -m tests.hosts --share $(SHARE)
 
 # The same, and each process that starts runs this checkout or that of another commit: a rolling upgrade, and its roll-back.
 upgrade: $(DEV_STAMP)  ## the same, while its processes are upgraded and rolled back (REV=commit to upgrade from, KILLS=200)
