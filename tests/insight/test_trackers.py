@@ -4,19 +4,23 @@ tests/trackers, with their own packages."""
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import ClassVar
 
 import pytest
 
-from bombus.bus import Bus
+from bombus.bus import Bus, EmbeddedServer
 from bombus.cli import main
 from bombus.config.documents import parse_job
 from bombus.config.job import Tracker
 from bombus.hive.events import AnyEvent, EngineStopped, EpisodeEnded, EpisodeType, StepCompleted
 from bombus.hive.state import Hive
+from bombus.insight.trackers import filling
+from bombus.insight.trackers.adapters import Opened, continues
 from bombus.insight.trackers.filling import fill
+from bombus.insight.trackers.ledger import RUN as RUN_FILE
 from bombus.insight.trackers.ledger import STEPS, InUse, Ledger
 from bombus.insight.trackers.rows import (
     VERSION,
@@ -28,8 +32,9 @@ from bombus.insight.trackers.rows import (
     plain_metrics,
     tracked,
 )
+from tests.conftest import SMALL_STREAMS
 from tests.effort import effort
-from tests.insight.tracked import HOSTILE, expected, publish_slowly, rows_of, run_of
+from tests.insight.tracked import HOSTILE, expected, publish, publish_slowly, rows_of, run_of
 from tests.logs.facts import TINY
 from tests.replay.diagnosis.test_steps import outcome
 
@@ -145,63 +150,57 @@ def test_another_process_cannot_write_the_run_at_the_same_time(tmp_path: Path) -
     Ledger(tmp_path, RUN).close()
 
 
-def test_samples_come_with_their_row_and_are_not_among_the_steps(tmp_path: Path) -> None:
+def test_samples_come_with_their_row(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, RUN)
-    ledger.append(Row(step=1, at_ns=1, metrics={}, samples=(SAMPLE, SAMPLE)))
-    ledger.append(row(2))
+    written = [Row(step=1, at_ns=1, metrics={"reward/mean": 0.1}, samples=(SAMPLE, SAMPLE)), row(2)]
+    for each in written:
+        ledger.append(each)
     ledger.close()
     again = Ledger(tmp_path, RUN)
-    assert [each.samples for each, _ in again.rows(0)] == [(SAMPLE, SAMPLE), ()]
-    assert "samples" not in lines(again)[0]
+    again.end()
+    assert [*again.rows()] == written
+    assert ["samples" in line for line in lines(again)] == [True, False]
     again.close()
 
 
 # ---- filling --------------------------------------------------------------------------------------------------------
 
 
-class Scripted:
-    """A tracker in memory, which fails when it is told to."""
+@pytest.mark.parametrize("tracker", [Tracker.TENSORBOARD, Tracker.SWANLAB])
+def test_a_tracker_that_fails_and_comes_back_has_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
+) -> None:
+    has: list[int] = []  # in memory, in place of the tracker's package
+    fails_at: list[int] = []
 
-    package: ClassVar[str] = "scripted"
-    continues = True
-    has: ClassVar[list[int]] = []
-    fails_at: ClassVar[int] = 0
+    @contextmanager
+    def opened(run: TrackedRun, folder: Path) -> Iterator[Opened]:
+        def write(row: Row) -> None:
+            if row.step in fails_at:
+                raise ConnectionError("the tracker is away")
+            has.append(row.step)
 
-    def open(self, run: TrackedRun, folder: Path) -> int:
-        if not self.continues:
-            self.has.clear()
-        return max(self.has, default=0)
+        if not continues(tracker):
+            has.clear()
+        yield max(has, default=0), write
 
-    def write(self, row: Row) -> None:
-        if row.step == self.fails_at:
-            raise ConnectionError("the tracker is away")
-        self.has.append(row.step)
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("continues", [True, False])
-def test_a_tracker_that_fails_and_comes_back_has_each_step_once(tmp_path: Path, continues: bool) -> None:
-    class Tried(Scripted):
-        has: ClassVar[list[int]] = []
-
-    Tried.continues = continues
+    monkeypatch.setattr(filling, "ADAPTERS", {tracker: opened})
+    monkeypatch.setattr(filling, "find_spec", str)
     ledger = Ledger(tmp_path, RUN)
     for step in range(1, 9):
         ledger.append(row(step))
     ledger.end()
-    for fails_at in (3, 6):
-        Tried.fails_at = fails_at
+    for step in (3, 6):
+        fails_at[:] = [step]
         with pytest.raises(ConnectionError):
-            fill(ledger, Tried())
-    Tried.fails_at = 0
-    assert fill(ledger, Tried()) == (3 if continues else 8)
-    assert Tried.has == list(range(1, 9))
-    assert fill(ledger, Tried()) == fill(ledger, Tried(), ask=True) == 0
+            fill(ledger, tracker)
+    fails_at.clear()
+    assert fill(ledger, tracker) == (3 if continues(tracker) else 8)
+    assert has == list(range(1, 9))
+    assert fill(ledger, tracker) == fill(ledger, tracker, ask=True) == 0
     ledger.append(row(9))
-    assert fill(ledger, Tried()) == (1 if continues else 9)
-    assert Tried.has == list(range(1, 10))
+    assert fill(ledger, tracker) == (1 if continues(tracker) else 9)
+    assert has == list(range(1, 10))
     ledger.close()
 
 
@@ -218,6 +217,31 @@ def test_a_finished_run_is_written_again_and_again_without_doubling(
     assert capsys.readouterr().out.splitlines()[-1] == f"main-1: {folder} has its steps up to 2"
     assert main([*words, "--name", HOSTILE, "--project", HOSTILE]) == 0
     assert len(list(tmp_path.iterdir())) == 2
+
+
+async def test_evaluations_after_the_last_step_of_a_stopped_hive_are_written_as_a_run_of_its_own_until_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    events = list(run_of(10, ["jsonl"]))
+    words = ["track", "main-1", "--data", str(tmp_path / "data"), "--to", "jsonl", "--folder", str(tmp_path / "to")]
+
+    async def written(until: int, begun: int = 0) -> dict[str, list[int]]:
+        """Return the steps of each run's ledger after the hive had these events and was stopped."""
+        server = EmbeddedServer(tmp_path / "data" / "nats")
+        await asyncio.to_thread(server.start)
+        async with await Bus.connect(server.url, "demo") as bus:
+            await bus.ensure_streams(SMALL_STREAMS)
+            await publish(bus, events[begun:until], begun + 1)
+        await asyncio.to_thread(server.stop)
+        assert await asyncio.to_thread(main, words) == await asyncio.to_thread(main, words) == 0
+        ledgers = (tmp_path / "to").glob(f"*/{STEPS}")
+        names = {json.loads((path.parent / RUN_FILE).read_text())["name"]: path for path in ledgers}
+        return {name: [json.loads(line)["step"] for line in path.open()] for name, path in names.items()}
+
+    evaluated = max(number for number, event in enumerate(events) if isinstance(event, EpisodeEnded)) + 1
+    alone = {f"small-main-1-until-{evaluated}": list(range(1, 12))}
+    assert await written(evaluated) == alone
+    assert await written(len(events), evaluated) == alone | {"small-main-1": list(range(1, 12))}
 
 
 def test_what_is_not_installed_or_does_not_fit_is_said_in_a_sentence(

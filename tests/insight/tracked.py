@@ -74,8 +74,8 @@ def run_of(
 def rows_of(events: list[AnyEvent]) -> list[Row]:
     """Return the rows of all runs in some events."""
     rows = TrackedRows(Hive())
-    noted = [rows.note(seq, event) for seq, event in enumerate(events, 1)]
-    return [row for found in noted if found is not None for row in found[1]]
+    noted = [each for seq, event in enumerate(events, 1) for each in rows.note(seq, event)]
+    return [each.row for each in noted if each.row is not None]
 
 
 def expected(events: list[AnyEvent]) -> dict[int, dict[str, float]]:

@@ -10,10 +10,14 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
+from mlflow import MlflowClient
 
 from bombus.bus import Bus, EmbeddedServer
 from bombus.hive.events import AnyEvent
+from bombus.insight.trackers.adapters import open_mlflow
+from bombus.insight.trackers.rows import Row, TrackedRun
 from tests.conftest import SMALL_STREAMS, kill
 from tests.insight.tracked import HOSTILE, expected, publish, rows_of, run_of
 from tests.trackers.readers import READERS, Read
@@ -131,6 +135,22 @@ async def test_each_step_is_there_once_after_twenty_kills(tmp_path: Path, tracke
     outside = {path.name for path in tmp_path.iterdir()} - {"trackers", "nats", "track.log"}
     assert min(grown[name] for name in trackers) >= KILLS // 2, f"each was written to before most kills: {grown}"
     assert not outside, "nothing is written elsewhere, whatever runs are called"
+
+
+def test_a_run_of_mlflow_whose_process_was_killed_before_it_had_the_configuration_gets_it(tmp_path: Path) -> None:
+    run = TrackedRun(id="id", hive="h", engine="main", run=1, project="p", name="n", digest="d", config={})
+    folder = tmp_path / run.folder / "mlflow"
+    folder.mkdir(parents=True)
+    with open_mlflow(run, folder) as (last, write):
+        write(Row(step=3, at_ns=1, metrics={"reward/mean": 0.5}))
+    with open_mlflow(msgspec.structs.replace(run, config={"trainer.lr": 0.1}), folder) as (last, _):
+        assert last == 3
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("p")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.data.params == {"trainer.lr": "0.1"}
+    assert found.info.status == "FINISHED"
 
 
 def sizes_of(folder: Path, trackers: list[str]) -> dict[str, int]:

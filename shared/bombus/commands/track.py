@@ -5,17 +5,16 @@ import os
 from contextlib import aclosing
 from pathlib import Path
 
-import msgspec
-
 from bombus import logs
 from bombus.cli import URL_FILE, add_log_argument, default_nats
 from bombus.config.job import Tracker
 from bombus.errors import BombusError, in_one_line
 from bombus.insight.runs import add_run_argument, read_runs
-from bombus.insight.trackers.filling import ADAPTERS, fill
-from bombus.insight.trackers.following import follow, read_samples, sampled_of
+from bombus.insight.trackers.adapters import ADAPTERS
+from bombus.insight.trackers.filling import fill
+from bombus.insight.trackers.following import follow, write_row
 from bombus.insight.trackers.ledger import Ledger
-from bombus.insight.trackers.rows import TrackedRows, tracked
+from bombus.insight.trackers.rows import Noted, TrackedRows, tracked
 from bombus.machine.process import run_service
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, reported, run_on_source
@@ -58,39 +57,34 @@ def run(arguments: argparse.Namespace) -> int:
         return reported("bombus track", lambda: _check_follows(arguments)) or _follow(arguments, folder)
 
     async def write(source: Source, arguments: argparse.Namespace) -> None:
-        series = (await read_runs(source)).newest(arguments.name, source.title)
-        run = tracked(source.hive, series, arguments.project, arguments.title)
-        ledger = Ledger(folder, run)
+        name = (await read_runs(source)).newest(arguments.name, source.title).name
+        state, position = await source.base()
+        rows = TrackedRows(state, every=True)
+        found: list[Noted] = []
+        async with aclosing(source.events(position)) as entries:
+            async for entry in entries:
+                found += [noted for noted in rows.note(entry.seq, entry.event) if noted.series.name == name]
+        series, end = rows.runs.series[name], await source.end()
+        last = [] if source.running else [*rows.evaluations(series, end.time_ns)]
+        until = end.seq if last else 0
+        ledger = Ledger(folder, tracked(source.hive, series, arguments.project, arguments.title, until))
         try:
-            await _read_into(ledger, source, series.name, arguments.to)
+            for noted in [*found, *last]:
+                if noted.row is not None:
+                    await write_row(ledger, source, noted, noted.row)
             ledger.end()
-            say(f"{series.name}: {_fill(ledger, arguments.to)}")
+            say(f"{name}: {_fill(ledger, arguments.to)}")
         finally:
             ledger.close()
 
     return run_on_source("bombus track", write, arguments)
 
 
-async def _read_into(ledger: Ledger, source: Source, name: str, tracker: Tracker) -> None:
-    state, position = await source.base()
-    rows = TrackedRows(state, every=True)
-    async with aclosing(source.events(position)) as entries:
-        async for entry in entries:
-            found = rows.note(entry.seq, entry.event)
-            if found is None or found[0].name != name:
-                continue
-            series, completed = found
-            for row in completed:
-                if row.step > ledger.last:
-                    samples = await read_samples(source, sampled_of(series, row, [tracker]))
-                    ledger.append(msgspec.structs.replace(row, samples=samples))
-
-
 def _fill(ledger: Ledger, tracker: Tracker) -> str:
     if tracker not in ADAPTERS:
         return f"{ledger.folder} has its steps up to {ledger.last}"
     try:
-        written = fill(ledger, ADAPTERS[tracker](), ask=True)
+        written = fill(ledger, tracker, ask=True)
     except (BombusError, OSError):
         raise
     except Exception as error:

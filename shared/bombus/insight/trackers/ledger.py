@@ -2,20 +2,20 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from bombus.errors import BombusError
-from bombus.insight.trackers.rows import Row, ShownSample, TrackedRun
+from bombus.insight.trackers.rows import Row, TrackedRun
 from bombus.private import private_folder, write_private
 
-STEPS, SAMPLES, RUN = "steps.jsonl", "samples", "run.json"
-_LINE = msgspec.json.Decoder(dict[str, int | float])
-_SAMPLES = msgspec.json.Decoder(tuple[ShownSample, ...])
+STEPS, RUN = "steps.jsonl", "run.json"
 
 
 class InUse(BombusError):
@@ -35,14 +35,13 @@ class Ledger:
         self.run = run
         self.folder = private_folder(folder / run.folder)
         self.last = 0
-        self._size = 0
+        self._ends = [0]  # the position after each line
         self._ended = False
         self._changed = threading.Condition()
-        self._file = os.open(self.folder / STEPS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._file = os.open(self.folder / STEPS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read()
-            os.ftruncate(self._file, self._size)
             write_private(self.folder / RUN, msgspec.json.format(msgspec.json.encode(run)).decode())
         except BaseException as error:
             os.close(self._file)
@@ -55,52 +54,41 @@ class Ledger:
         with (self.folder / STEPS).open("rb") as file:
             for line in file:
                 try:
-                    step = int(_LINE.decode(line)["step"])
+                    step = _decoded(line).step
                 except msgspec.MsgspecError:
-                    return
+                    break
                 if line.endswith(b"\n"):
-                    self.last, self._size = step, self._size + len(line)
+                    self.last = step
+                    self._ends.append(self._ends[-1] + len(line))
+        os.ftruncate(self._file, self._ends[-1])
 
     def append(self, row: Row) -> None:
         """Add a row, unless it is already there. Raises `OSError`; the row is then not there."""
         if row.step <= self.last:
             return
-        if row.samples:  # before the row, so that whoever sees the row finds them
-            private_folder(self.folder / SAMPLES)
-            write_private(self._samples(row.step), msgspec.json.encode(row.samples).decode())
-        line = msgspec.json.encode({"step": row.step, "at_ns": row.at_ns, **row.metrics}) + b"\n"
+        samples = {"samples": row.samples} if row.samples else {}
+        line = msgspec.json.encode({"step": row.step, "at_ns": row.at_ns, **row.metrics, **samples}) + b"\n"
         try:
             if os.write(self._file, line) < len(line):
                 raise OSError(errno.ENOSPC, "a line was written in part")
         except OSError:
-            os.ftruncate(self._file, self._size)
+            os.ftruncate(self._file, self._ends[-1])
             raise
         with self._changed:
-            self._size += len(line)
+            self._ends.append(self._ends[-1] + len(line))
             self.last = row.step
             self._changed.notify_all()
 
-    def rows(self, offset: int) -> Iterator[tuple[Row, int]]:
-        """Yield the rows after a position of the file, each with the position after it."""
-        with (self.folder / STEPS).open("rb") as file:
-            file.seek(offset)
-            while offset < self._size:
-                line = file.readline()
-                offset += len(line)
-                figures = _LINE.decode(line)
-                step, at_ns = int(figures.pop("step")), int(figures.pop("at_ns"))
-                path = self._samples(step)
-                samples = _SAMPLES.decode(path.read_bytes()) if path.is_file() else ()
-                yield Row(step=step, at_ns=at_ns, metrics=figures, samples=samples), offset
-
-    def _samples(self, step: int) -> Path:
-        return self.folder / SAMPLES / f"{step:06d}.json"
-
-    def wait(self, offset: int) -> bool:
-        """Wait for rows after a position. Return False once there are none and none will follow."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._size > offset or self._ended)
-            return self._size > offset
+    def rows(self) -> Iterator[Row]:
+        """Yield all rows, and wait for more until the ledger ends."""
+        for number in itertools.count():
+            with self._changed:
+                while number + 1 == len(self._ends):
+                    if self._ended:
+                        return
+                    self._changed.wait()
+            begin, end = self._ends[number : number + 2]
+            yield _decoded(os.pread(self._file, end - begin, begin))
 
     def end(self) -> None:
         """Note that no more rows follow from this process. The rows stay readable, and the run locked."""
@@ -111,3 +99,9 @@ class Ledger:
     def close(self) -> None:
         """Let other processes write the run."""
         os.close(self._file)
+
+
+def _decoded(line: bytes) -> Row:
+    figures: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    others = {name: figures.pop(name) for name in ("step", "at_ns", "samples") if name in figures}
+    return msgspec.convert(others | {"metrics": figures}, Row)

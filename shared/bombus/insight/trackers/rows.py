@@ -1,7 +1,7 @@
 """What trackers are given: a run, and one row of figures for each of its completed steps. Pure."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -9,7 +9,7 @@ import msgspec
 from bombus.config.job import RunConfig
 from bombus.hive import events as ev
 from bombus.hive.checkpoints import UNNAMED
-from bombus.hive.records import CallRecord, hasher
+from bombus.hive.records import CallRecord, CallRef, hasher
 from bombus.hive.state import Hive
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import Runs
@@ -18,6 +18,7 @@ from bombus.replay.diagnosis.steps import RunSeries
 NAME_MAX = 100  # characters of a project, a run or a folder
 METRIC_MAX = 200  # characters of a figure's name
 TEXT_MAX = 4_000  # characters of a setting or of a sampled text
+SAMPLES = 4  # of a step
 VERSION = "held_out/version"  # the policy version whose evaluation is in a row
 _FORBIDDEN = re.compile(r"[^0-9A-Za-z_.+-]")
 _FORBIDDEN_IN_METRIC = re.compile(r"[^\w.@ -]", re.ASCII)
@@ -30,6 +31,11 @@ class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     prompt: str
     answer: str
+
+    @property
+    def text(self) -> str:
+        """The sample as text, for trackers that have no tables."""
+        return f"task {self.task}, reward {self.reward:g}\n\n{self.prompt}\n\n{self.answer}"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,13 +72,22 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     def tags(self) -> dict[str, str]:
         return {"hive": self.hive, "engine": self.engine, "run": str(self.run), "digest": self.digest, "id": self.id}
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**self.config, **self.tags}
 
-def tracked(hive: str, series: RunSeries, project: str = "", name: str = "") -> TrackedRun:
-    """Return a run as trackers see it. `project` and `name` replace those of the job."""
+
+def tracked(hive: str, series: RunSeries, project: str = "", name: str = "", until: int = 0) -> TrackedRun:
+    """Return a run as trackers see it. `project` and `name` replace those of the job.
+
+    `until` is the last event of the log, if evaluations after the last step are written of a run that may go on. It is
+    a run of its own, because the rows of such evaluations have the numbers of steps that may follow.
+    """
     job = series.job
     given = job.experiment.experiment_name
     title = name or (series.name if given == UNNAMED else f"{given}-{series.name}")
-    project, title = plain(project or job.experiment.project_name), plain(title)
+    project = plain(project or job.experiment.project_name)
+    title = plain(f"{title}-until-{until}" if until else title)
     identity = "\n".join((hive, series.name, str(series.started_ns), project, title))
     return TrackedRun(
         id=hasher(identity.encode()).hexdigest()[:12],
@@ -112,6 +127,14 @@ def _plain_metric(name: str) -> str:
     return found if found == name else f"{found}_{hasher(name.encode(errors='replace')).hexdigest()[:6]}"
 
 
+class Noted(msgspec.Struct, frozen=True):
+    """A row of a run, and the calls whose answers are shown with it; or, without a row, the run's end."""
+
+    series: RunSeries
+    row: Row | None = None
+    sampled: Sequence[tuple[str, float, CallRef]] = ()
+
+
 class TrackedRows:
     """Folds a log into the rows of the runs whose jobs name trackers, or of all runs. `state` precedes the events."""
 
@@ -119,13 +142,14 @@ class TrackedRows:
         self.runs = Runs(state)
         self._every = every
         self._written: dict[str, dict[int, int]] = {}  # by run and evaluated version: the newest event in a row
-        self._steps: dict[str, int] = {}  # by run: the step of its newest row
+        done = ((engine, engine.step_done) for engine in state.engines.values())
+        self._steps = {f"{engine.name}-{engine.run}": step.step for engine, step in done if step}  # of newest rows
         self._skipped: set[str] = set()  # engines whose run is not asked for: their events are not folded
 
-    def note(self, seq: int, event: ev.AnyEvent) -> tuple[RunSeries, list[Row]] | None:
-        """Fold an event. Return the rows that it completes, and their run."""
+    def note(self, seq: int, event: ev.AnyEvent) -> list[Noted]:
+        """Fold an event. Return what it completes."""
         if event.engine in self._skipped and not isinstance(event, ev.EngineConfigured | ev.EngineStarted):
-            return None
+            return []
         self.runs.note(seq, event)
         series = self.runs.series.get(f"{event.engine}-{getattr(event, 'run', 0)}")
         if isinstance(event, ev.EngineStarted):
@@ -133,22 +157,25 @@ class TrackedRows:
             if series is None or not (self._every or series.job.logging.trackers):
                 self._skipped.add(event.engine)
         elif series is not None and isinstance(event, ev.StepCompleted | ev.EngineStopped | ev.EngineFailed):
-            return series, self._rows(seq, event, series)
-        return None
+            return [*self._complete(seq, event, series)]
+        return []
 
-    def _rows(self, seq: int, event: ev.AnyEvent, series: RunSeries) -> list[Row]:
-        waiting = self._evaluated(series)
-        if isinstance(event, ev.StepCompleted):
-            if not series.steps or series.steps[-1].done_seq != seq:
-                return []
-            first, found = event.step, [step_metrics(series.steps[-1])]
-            found[0] |= next(waiting, {})
-        else:
-            first, found = self._steps.get(series.name, 0) + 1, [*waiting]
-        rows = [Row(step=step, at_ns=event.at_ns, metrics=metrics) for step, metrics in enumerate(found, first)]
-        if rows:
-            self._steps[series.name] = rows[-1].step
-        return rows
+    def _complete(self, seq: int, event: ev.AnyEvent, series: RunSeries) -> Iterator[Noted]:
+        if not isinstance(event, ev.StepCompleted):
+            yield from self.evaluations(series, event.at_ns)
+            yield Noted(series)
+        elif series.steps and series.steps[-1].done_seq == seq:
+            newest, every = series.steps[-1], series.job.logging.samples_every
+            metrics = step_metrics(newest) | next(self._evaluated(series), {})
+            sampled = newest.sampled[:SAMPLES] if every and event.step % every == 0 else ()
+            self._steps[series.name] = event.step
+            yield Noted(series, Row(step=event.step, at_ns=event.at_ns, metrics=metrics), sampled)
+
+    def evaluations(self, series: RunSeries, at_ns: int) -> Iterator[Noted]:
+        """Yield the evaluations that are in no row yet, one in each row: those after the last step of a run."""
+        for metrics in self._evaluated(series):
+            step = self._steps[series.name] = self._steps.get(series.name, 0) + 1
+            yield Noted(series, Row(step=step, at_ns=at_ns, metrics=metrics))
 
     def _evaluated(self, series: RunSeries) -> Iterator[dict[str, float]]:
         """Yield the figures of each version with episodes that are in no row yet, counting all of its episodes."""
@@ -175,16 +202,3 @@ def _text(message: Mapping[str, Any]) -> str:
     content, calls = message.get("content"), message.get("tool_calls")
     text = content if isinstance(content, str) else "" if content is None else msgspec.json.encode(content).decode()
     return f"{message.get('role', '')}: {text}" + (f"\n{msgspec.json.encode(calls).decode()}" if calls else "")
-
-
-COLUMNS = ["task", "reward", "prompt", "answer"]
-
-
-def table_of(samples: Iterable[ShownSample]) -> list[list[Any]]:
-    """Return the rows of a table with these `COLUMNS`."""
-    return [[each.task, each.reward, each.prompt, each.answer] for each in samples]
-
-
-def text_of(sample: ShownSample) -> str:
-    """Return a sample as text, for trackers that have no tables."""
-    return f"task {sample.task}, reward {sample.reward:g}\n\n{sample.prompt}\n\n{sample.answer}"
