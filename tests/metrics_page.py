@@ -1,13 +1,17 @@
 """Writes docs/metrics.md from what the services declare: `python -m tests.metrics_page`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from bombus.machine.metrics import Declared
-from bombus_coordinator.metrics import DECLARED as OF_COORDINATORS
-from bombus_gateway.metrics import DECLARED as OF_GATEWAYS
-from bombus_inference.server import DECLARED as OF_REPLICAS
-from bombus_trainer.metrics import DECLARED as OF_TRAINERS
+from prometheus_client import Metric
+
+from bombus.hive.state import Hive
+from bombus_coordinator.metrics import CoordinatorMetrics
+from bombus_gateway.metrics import CallMetrics, families_of
+from bombus_inference.server import HELP
+from bombus_inference.server import families_of as of_replica
+from bombus_trainer.metrics import TrainerMetrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 BEGINNING = """\
@@ -31,7 +35,8 @@ bombus up --metrics-port 9464
 
 Coordinators and trainers listen only if they are told to. `bombus up --metrics-port 9464` gives that port to the
 first coordinator, and the next ones to other coordinators, trainers, and gateways that share a port, in this order;
-`bombus up --dry-run` shows them. A process whose port is taken works without metrics, and warns of that.
+`bombus up --dry-run` shows them. A process whose port is taken works without metrics until the
+port is free, and warns of that.
 
 `deploy/prometheus.yml` scrapes such a hive, `deploy/alerts.yml` has alerts, and `deploy/grafana.json` is a dashboard
 to import into Grafana. Several gateways tell the same about the hive, so use `max by (engine) (...)` of
@@ -69,24 +74,32 @@ Spans of calls have the attributes `gen_ai.*` of OpenTelemetry's conventions (op
 reasons, sampling), and `gen_ai.conversation.id` is the name of the episode. No span has messages, tools, keys or the
 text of an error: an error is its code, as `error.type`.
 """
-SERVICES = {
-    "Gateways": OF_GATEWAYS,
-    "Coordinators": OF_COORDINATORS,
-    "Trainers": OF_TRAINERS,
-    "Replicas": OF_REPLICAS,
-}
 
 
-def kind_of(name: str, declared: Declared) -> str:
-    return "histogram" if declared[name].is_histogram else "counter" if name.endswith("_total") else "gauge"
+def documented() -> dict[str, list[tuple[str, str, Sequence[str], str]]]:
+    """Return the name, kind, labels and help of each metric, by service."""
+    registry, coordinator = CallMetrics(["main"]).registry, CoordinatorMetrics()
+    counted: list[Any] = list({id(each): each for each in registry._names_to_collectors.values()}.values())
+    of_gateways = [*map(_described, counted), *map(_described, families_of(Hive(), [], {}))]
+    return {
+        "Gateways": of_gateways,
+        "Coordinators": [*map(_described, [*coordinator.families(None, None), coordinator.decisions])],
+        "Trainers": [*map(_described, TrainerMetrics("main").families())],
+        "Replicas": [*map(_described, of_replica("main", dict.fromkeys(HELP, 0.0)))],
+    }
+
+
+def _described(metric: Any) -> tuple[str, str, Sequence[str], str]:
+    (found,) = [metric] if isinstance(metric, Metric) else metric.describe()
+    name = f"{found.name}_total" if found.type == "counter" else found.name
+    return name, found.type, metric._labelnames, found.documentation
 
 
 def tables() -> Iterator[str]:
-    for service, declared in SERVICES.items():
+    for service, metrics in documented().items():
         yield f"### {service}\n\n| metric | kind | labels | what it is |\n|---|---|---|---|"
-        for name, metric in declared.items():
-            labels = ", ".join(f"`{label}`" for label in metric.labels)
-            yield f"| `{name}` | {kind_of(name, declared)} | {labels} | {metric.help} |"
+        for name, kind, labels, text in metrics:
+            yield f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |"
         yield ""
 
 

@@ -9,11 +9,12 @@ from openai import APIStatusError, AsyncOpenAI
 
 from bombus.bus import Bus, EmbeddedServer
 from bombus.hive.records import Timings
-from bombus.machine.metrics import SECONDS, Histogram
-from bombus_gateway.metrics import DECLARED, CallMetrics
+from bombus.machine.metrics import SECONDS
+from bombus_gateway.metrics import CallMetrics
 from tests.conftest import freeze, thaw
 from tests.gateway.openai_hive import GatewayHive, gateway_hive
 from tests.harnesses import test_evidence
+from tests.metrics_page import PAGE
 from tests.patience import PATIENCE_S
 
 PROMPT = "the unmistakable prompt of a client"
@@ -64,15 +65,19 @@ async def test_calls_their_tokens_and_times_are_counted_once_and_refusals_by_cod
     assert sum(line.startswith("bombus_stream_limit_bytes{") for line in lines) == 6
     for secret in (PROMPT, key, episode, "my-own-name", "c1"):
         assert secret not in text
-    assert {line.split()[2] for line in lines if line.startswith("# HELP bombus_")} <= DECLARED.keys()
+    documented = PAGE.read_text()
+    names = [line.split()[2] for line in lines if line.startswith("# HELP bombus_")]
+    assert names
+    assert all(f"| `{name}` |" in documented for name in names)
 
 
 def test_a_clock_that_is_set_back_lets_no_counter_fall() -> None:
     calls = CallMetrics(["main"])
     timings = Timings(received_ns=9_000_000_000, first_token_ns=2_000_000_000, finished_ns=3_000_000_000)
     calls.recorded(msgspec.structs.replace(test_evidence.record("a", [1], [2], 1), timings=timings))
-    histograms = [value for _, _, value in calls.values() if isinstance(value, Histogram)]
-    assert [(each.sum, sum(each.counts)) for each in histograms] == [(0.0, 1), (0.0, 1)]
+    for name in ("call", "first_token"):
+        for of, value in (("sum", 0.0), ("count", 1.0)):
+            assert calls.registry.get_sample_value(f"bombus_gateway_{name}_seconds_{of}", {"engine": "main"}) == value
 
 
 async def test_prometheus_finds_the_replicas_at_a_gateway(bus: Bus) -> None:

@@ -1,29 +1,29 @@
 """Metrics as text, and the port at which a service without one of its own serves them."""
 
+import asyncio
+import contextlib
 import re
 
 import httpx
 import pytest
+from prometheus_client import Histogram
 
 from bombus.bus import Bus
 from bombus.config.parts import MetricsOptions
-from bombus.machine.metrics import Histogram, Metric, MetricValue, exposition, metrics_server
+from bombus.machine import metrics
+from bombus.machine.metrics import SECONDS, exposition, family, metrics_server
 from bombus.machine.process import free_port, listen
 from tests.metrics_page import PAGE, page
+from tests.patience import PATIENCE_S, until
 from tests.replica_access import replica_headers
 
-DECLARED = {
-    "a_total": Metric("What grows.", ("kind",)),
-    "b_bytes": Metric("What does not."),
-    "c_seconds": Metric("How long.", (), True),
-}
 
-
-async def values() -> list[MetricValue]:
-    seconds = Histogram()
+async def exposed() -> bytes:
+    seconds = Histogram("c_seconds", "How long.", buckets=SECONDS, registry=None)
     for each in (0.0001, 0.02, 0.025, 9000.0):
         seconds.observe(each)
-    return [("a_total", ('x"\n',), 2), ("b_bytes", (), 1.5), ("c_seconds", (), seconds)]
+    counted = family("a_total", "What grows.", ("kind",), [(('x"\n',), 2)])
+    return exposition([counted, family("b_bytes", "What does not.", (), [((), 1.5)])], seconds)
 
 
 def test_the_page_matches_the_sources() -> None:
@@ -31,7 +31,7 @@ def test_the_page_matches_the_sources() -> None:
 
 
 async def test_each_value_has_help_and_its_kind_and_labels_are_escaped() -> None:
-    lines = exposition(DECLARED, await values()).decode().splitlines()
+    lines = (await exposed()).decode().splitlines()
     assert lines[:3] == ["# HELP a_total What grows.", "# TYPE a_total counter", 'a_total{kind="x\\"\\n"} 2.0']
     assert lines[3:6] == ["# HELP b_bytes What does not.", "# TYPE b_bytes gauge", "b_bytes 1.5"]
     counted = {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("c_seconds")}
@@ -40,16 +40,18 @@ async def test_each_value_has_help_and_its_kind_and_labels_are_escaped() -> None
     assert counted['c_seconds_bucket{le="1800.0"}'] == 3
     assert counted['c_seconds_bucket{le="+Inf"}'] == counted["c_seconds_count"] == 4
     assert counted["c_seconds_sum"] == pytest.approx(9000.0451)
+    assert not any("_created" in line for line in lines)
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
 
 
 async def test_a_port_of_its_own_is_opened_only_if_wanted_and_needs_the_key_of_replicas(bus: Bus) -> None:
     port = free_port()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-        async with metrics_server(bus, MetricsOptions(), DECLARED, values):
+        async with metrics_server(bus, MetricsOptions(), exposed):
             with pytest.raises(httpx.ConnectError):
                 await http.get("/metrics")
-        async with metrics_server(bus, MetricsOptions(metrics_port=port), DECLARED, values):
+        async with metrics_server(bus, MetricsOptions(metrics_port=port), exposed):
+            await until_open(port)
             headers = await replica_headers(bus)
             answers = [
                 await http.get("/metrics", headers=each) for each in ({}, {"authorization": "Bearer x"}, headers)
@@ -63,14 +65,30 @@ async def test_a_port_of_its_own_is_opened_only_if_wanted_and_needs_the_key_of_r
             await http.get("/metrics")
 
 
-async def test_a_service_whose_port_is_taken_works_without_metrics_and_says_so(
-    bus: Bus, caplog: pytest.LogCaptureFixture
+async def test_a_service_whose_port_is_taken_works_without_metrics_says_so_and_has_them_once_it_is_free(
+    bus: Bus, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(metrics, "RETRY_S", 0.05)
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
-        options, works = MetricsOptions(metrics_port=taken.getsockname()[1]), False
-        async with metrics_server(bus, options, DECLARED, values):
+        port, works = taken.getsockname()[1], False
+        async with metrics_server(bus, MetricsOptions(metrics_port=port), exposed):
             works = True
+            await until(lambda: caplog.messages)
+            taken.close()
+            await until_open(port)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+                assert (await http.get("/metrics")).status_code == 401
     assert works
     (message,) = caplog.messages
     assert re.search(r"no metrics: .*cannot listen at 127\.0\.0\.1.*another --metrics-port", message)
+
+
+async def until_open(port: int) -> None:
+    """Wait until something listens at a port."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                return writer.close()
+            await asyncio.sleep(0.01)

@@ -21,7 +21,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from bombus.machine.process import free_port
-from tests.metrics_page import SERVICES, kind_of
+from tests.metrics_page import documented
 from tests.otlp import Collector, Received, collecting
 from tests.patience import wait_until
 from tests.system.test_up import FRESH, READY_S, ROOT, Up
@@ -140,8 +140,7 @@ def kinds_of(text: str) -> dict[str, str]:
 
 def test_each_service_exposes_what_the_page_lists_and_nothing_else(lab: Lab) -> None:
     for service, text in lab.texts().items():
-        declared = SERVICES[service]
-        listed = {name: kind_of(name, declared) for name in declared}
+        listed = {name: kind for name, kind, _, _ in documented()[service]}
         missing = listed.items() - kinds_of(text).items()
         assert kinds_of(text).items() <= listed.items()
         assert {name.removeprefix("bombus_inference_") for name, _ in missing} <= NEEDS_VLLM

@@ -1,21 +1,13 @@
 """`/metrics` of a coordinator."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
-from bombus.bus import Bus
-from bombus.machine.metrics import Declared, Histogram, Metric, MetricValue, of_bus
+from prometheus_client import Histogram, Metric
 
-DECLARED: Declared = {
-    "bombus_coordinator_leading": Metric("1 while this coordinator leads, 0 while it stands by."),
-    "bombus_coordinator_messages_total": Metric("Inbox messages that this coordinator has decided."),
-    "bombus_coordinator_events_total": Metric("Events that this coordinator has written."),
-    "bombus_coordinator_decision_seconds": Metric("From a group of messages to their events on the log.", (), True),
-    "bombus_coordinator_inbox_lag_messages": Metric("Messages in the inbox that the leader has not decided."),
-    "bombus_disk_size_bytes": Metric("The size of the bus's disk, where `--watch-disk` names it."),
-    "bombus_disk_free_bytes": Metric("What is free of it."),
-}
+from bombus.bus import Bus, StreamState
+from bombus.machine.metrics import SECONDS, exposition, family, of_bus
 
 
 class CoordinatorMetrics:
@@ -26,21 +18,26 @@ class CoordinatorMetrics:
         self.consumed = 0  # the inbox sequence up to which everything is decided
         self.messages = 0
         self.events = 0
-        self.decisions = Histogram()
+        self.decisions = Histogram(
+            "bombus_coordinator_decision_seconds",
+            "From a group of messages to their events on the log.",
+            registry=None,
+            buckets=SECONDS,
+        )
 
-    async def values(self, bus: Bus, disk: Path | None) -> list[MetricValue]:
-        found: list[MetricValue] = [
-            ("bombus_coordinator_leading", (), float(self.leading)),
-            ("bombus_coordinator_messages_total", (), self.messages),
-            ("bombus_coordinator_events_total", (), self.events),
-            ("bombus_coordinator_decision_seconds", (), self.decisions),
-        ]
-        if disk is not None:
-            usage = shutil.disk_usage(disk)
-            found.append(("bombus_disk_size_bytes", (), usage.total))
-            found.append(("bombus_disk_free_bytes", (), usage.free))
-        return [*found, *(await of_bus(self._lag(bus)) if self.leading else ())]
+    async def exposed(self, bus: Bus, disk: Path | None) -> bytes:
+        inbox = await of_bus(bus.state(bus.subjects.inbox_stream)) if self.leading else None
+        return exposition(self.families(inbox, disk), self.decisions)
 
-    async def _lag(self, bus: Bus) -> Iterable[MetricValue]:
-        last = (await bus.state(bus.subjects.inbox_stream)).last_seq
-        return [("bombus_coordinator_inbox_lag_messages", (), max(0, last - self.consumed))]
+    def families(self, inbox: StreamState | None, disk: Path | None) -> Iterator[Metric]:
+        size, _, free = shutil.disk_usage(disk) if disk else (None, None, None)
+        lag = max(0, inbox.last_seq - self.consumed) if inbox else None
+        for name, text, value in (
+            ("coordinator_leading", "1 while this coordinator leads, 0 while it stands by.", self.leading),
+            ("coordinator_messages_total", "Inbox messages that this coordinator has decided.", self.messages),
+            ("coordinator_events_total", "Events that this coordinator has written.", self.events),
+            ("coordinator_inbox_lag_messages", "Messages in the inbox that the leader has not decided.", lag),
+            ("disk_size_bytes", "The size of the bus's disk, where `--watch-disk` names it.", size),
+            ("disk_free_bytes", "What is free of it.", free),
+        ):
+            yield family(f"bombus_{name}", text, (), [] if value is None else [((), value)])

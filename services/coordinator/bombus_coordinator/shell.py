@@ -43,7 +43,7 @@ from bombus_coordinator import compaction, grouping, lost_ends, releasing, reten
 from bombus_coordinator.compaction import Compaction
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.lease import Lease
-from bombus_coordinator.metrics import DECLARED, CoordinatorMetrics
+from bombus_coordinator.metrics import CoordinatorMetrics
 from bombus_coordinator.recovery import Fold, Overtaken, check_compacted, stand_by
 from bombus_coordinator.rules.decision import CommandReply, Decision
 from bombus_coordinator.snapshotter import EVENTS, Snapshotter
@@ -463,8 +463,8 @@ async def run(
         lease = Lease(bus, leader)
         memory = Memory()
         upkeep = upkeep or Housekeeping()
-        values = partial(memory.metrics.values, bus, upkeep.disk)
-        async with metrics_server(bus, upkeep.metrics, DECLARED, values):
+        exposed = partial(memory.metrics.exposed, bus, upkeep.disk)
+        async with metrics_server(bus, upkeep.metrics, exposed):
             while True:
                 await _lead_once(Coordinator(bus, leader, lease, upkeep, memory), lease, memory)
 

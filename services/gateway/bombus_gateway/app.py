@@ -72,7 +72,7 @@ class GatewayApp(FastAPI):
 
     def refused(self, code: Code, why: str) -> JSONResponse:
         """Return the answer to a request that is refused, and count it."""
-        self.calls.metrics.refusals[code] += 1
+        self.calls.metrics.refusals.labels(code).inc()
         return _detail(code, why)
 
     async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,7 +21,6 @@ from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.formats import FormatReports
 from bombus_gateway.keys import Keys
-from bombus_gateway.metrics import DECLARED
 from bombus_gateway.open_requests import connections_of
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.traces import EpisodeTraces
@@ -41,7 +40,7 @@ async def run(settings: GatewaySettings) -> None:
     with listen(settings.host, settings.port, settings.reuse_port) as bound:
         async with (
             running(settings) as (app, gateway),
-            metrics_server(gateway.bus, settings, DECLARED, app.metrics.values),
+            metrics_server(gateway.bus, settings, app.metrics.exposed),
             serving(app, bound) as server,
         ):
             log.info("listening at %s:%d", *bound.getsockname()[:2])

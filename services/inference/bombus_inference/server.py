@@ -11,10 +11,11 @@ and `DELETE /adapters/ADDRESS` unloads one.
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
+from prometheus_client import Metric
 
 from bombus import telemetry
 from bombus.errors import STATUS, Code, Refused
@@ -22,7 +23,7 @@ from bombus.hive.decoding import decoded
 from bombus.hive.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
 from bombus.machine.host_names import AsgiApp, AsgiMessage, AsgiReceive, AsgiSend
 from bombus.machine.metrics import CONTENT_TYPE as METRICS_TYPE
-from bombus.machine.metrics import Declared, Metric, exposition
+from bombus.machine.metrics import exposition, family
 from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend
 from bombus_inference.settings import ServerSettings
 
@@ -58,7 +59,12 @@ HELP = {
     "adapter_bytes": "The size of these adapters.",
     "adapter_evictions_total": "Adapters that made room for others.",
 }
-DECLARED: Declared = {f"bombus_inference_{name}": Metric(text, ("engine",)) for name, text in HELP.items()}
+
+
+def families_of(engine: str, values: Mapping[str, float]) -> list[Metric]:
+    """Return the values of `HELP` that are known, as metrics."""
+    found = {name: [((engine,), values[name])] for name in HELP if name in values}
+    return [family(f"bombus_inference_{name}", HELP[name], ("engine",), known) for name, known in found.items()]
 
 
 class ClientDisconnected(Exception):
@@ -303,8 +309,7 @@ class App:
             "requests_refused_total": self.refused,
             **await self.backend.metrics(),
         }
-        prefixed = [(f"bombus_inference_{name}", (self.engine,), value) for name, value in values.items()]
-        return exposition(DECLARED, prefixed)
+        return exposition(families_of(self.engine, values))
 
 
 class GatewaysOnly:

@@ -1,18 +1,14 @@
 """`/metrics` of a trainer."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from bombus.machine.metrics import Declared, Metric, MetricValue
+from prometheus_client import Metric
+
+from bombus.machine.metrics import exposition, family
 
 SECONDS = "seconds_"  # prefix of a step's metrics
-DECLARED: Declared = {
-    "bombus_trainer_steps_total": Metric("Steps that this trainer has made.", ("engine",)),
-    "bombus_trainer_step_in_flight": Metric("1 while a step is made.", ("engine",)),
-    "bombus_trainer_phase_seconds_total": Metric("Where the time of these steps went.", ("engine", "phase")),
-    "bombus_trainer_loss": Metric("The loss of the newest step, if it had one.", ("engine",)),
-    "bombus_trainer_grad_norm": Metric("The gradient norm of the newest step, if it had one.", ("engine",)),
-}
 
 
 class TrainerMetrics:
@@ -22,7 +18,7 @@ class TrainerMetrics:
         self._engine = engine
         self._in_flight = False
         self._steps = 0
-        self._seconds: dict[str, float] = {}
+        self._seconds = defaultdict[str, float](float)
         self._newest: Mapping[str, float] = {}
 
     @contextmanager
@@ -40,17 +36,20 @@ class TrainerMetrics:
         self._newest = metrics
         for name, value in metrics.items():
             if name.startswith(SECONDS):
-                phase = name.removeprefix(SECONDS)
-                self._seconds[phase] = self._seconds.get(phase, 0.0) + value
+                self._seconds[name.removeprefix(SECONDS)] += value
 
-    async def values(self) -> list[MetricValue]:
-        found: list[MetricValue] = [
-            ("bombus_trainer_steps_total", (self._engine,), self._steps),
-            ("bombus_trainer_step_in_flight", (self._engine,), float(self._in_flight)),
-        ]
-        for phase, seconds in self._seconds.items():
-            found.append(("bombus_trainer_phase_seconds_total", (self._engine, phase), seconds))
-        for name in ("loss", "grad_norm"):
-            if name in self._newest:
-                found.append((f"bombus_trainer_{name}", (self._engine,), self._newest[name]))
-        return found
+    async def exposed(self) -> bytes:
+        return exposition(self.families())
+
+    def families(self) -> Iterator[Metric]:
+        engine, its = self._engine, ("engine",)
+        name, text = "bombus_trainer_steps_total", "Steps that this trainer has made."
+        yield family(name, text, its, [((engine,), self._steps)])
+        name, text = "bombus_trainer_step_in_flight", "1 while a step is made."
+        yield family(name, text, its, [((engine,), self._in_flight)])
+        name, text = "bombus_trainer_phase_seconds_total", "Where the time of these steps went."
+        yield family(name, text, ("engine", "phase"), [((engine, phase), s) for phase, s in self._seconds.items()])
+        for name, text in (("loss", "The loss"), ("grad_norm", "The gradient norm")):
+            text += " of the newest step, if it had one."
+            newest = [((engine,), self._newest[name])] if name in self._newest else []
+            yield family(f"bombus_trainer_{name}", text, its, newest)

@@ -34,7 +34,7 @@ from bombus_trainer.data.rollout_groups import read_rollout_groups
 from bombus_trainer.data.samples import Origin
 from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine
-from bombus_trainer.metrics import DECLARED, TrainerMetrics
+from bombus_trainer.metrics import TrainerMetrics
 from bombus_trainer.operations.serving.server import OperationServer
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
@@ -462,5 +462,5 @@ async def run(
     async with await Bus.connect(url, hive, name=f"trainer-{options.engine}") as bus:
         await bus.until_streams_exist()
         trainer = Trainer(bus, options, load=load, load_base=load_base)
-        async with metrics_server(bus, options, DECLARED, trainer.metrics.values):
+        async with metrics_server(bus, options, trainer.metrics.exposed):
             await trainer.run()

@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from prometheus_client import Counter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
@@ -107,14 +107,14 @@ Responding = Callable[[HeaderMap, Receive, Responder], Awaitable[None]]
 error."""
 
 
-def route(method: str, errors: ErrorEncoder, answer: Responding, refusals: Counter[Code]) -> ASGIApp:
+def route(method: str, errors: ErrorEncoder, answer: Responding, refusals: Counter) -> ASGIApp:
     """Return an ASGI application that calls `answer` to respond, and reports whatever it raises as an error.
 
     `refusals` counts these errors.
     """
 
     async def refuse(response: Responder, refusal: Refused) -> None:
-        refusals[refusal.code] += 1
+        refusals.labels(refusal.code).inc()
         await response.fail(refusal)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
