@@ -301,7 +301,7 @@ TABLES_THAT_NAME_SERVICES = {
 IMPORTERS = {"import_module", "__import__", "find_spec", "load_module", "run_module", "resolve_name"}
 CALLERS_OF_IMPORTERS = {
     "environments/loading.py": "environments by the names that users give",
-    "insight/trackers/filling.py": "whether an optional package is installed",
+    "insight/trackers/adapters.py": "whether an optional package is installed",
     "slime/functions.py": "the functions that slime's options name, and whether slime is installed",
     "slime/generation.py": "whether an optional package is installed",
     "slime/saved.py": "whether an optional package is installed",

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from bombus.errors import Refused
 
@@ -30,36 +30,24 @@ Attributes = dict[str, str | int | float | bool | list[str] | list[int]]
 SpanRole = Literal["INTERNAL", "CLIENT", "SERVER", "CONSUMER"]
 
 
-class TraceSpan(Protocol):
-    """A running span. `traceparent` is sent to the next hop; it is "" if there is no trace."""
-
-    @property
-    def traceparent(self) -> str: ...
-
-    def set(self, attributes: Attributes) -> None: ...
-
-    def link(self, traceparents: Iterable[str]) -> None:
-        """Link the span to the other traces that it belongs to, once each."""
-        ...
-
-
-class _PassedOn:
-    """The span in a process without tracing, which merely passes on the context that it received."""
+class TraceSpan:
+    """A running span, or in a process without tracing merely the context that it received. `traceparent` is sent to the
+    next hop; it is "" if there is no trace."""
 
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent
 
     def set(self, attributes: Attributes) -> None:
-        pass
+        """Add attributes."""
 
     def link(self, traceparents: Iterable[str]) -> None:
-        pass
+        """Link the span to the other traces that it belongs to, once each."""
 
 
-class _Traced:
+class _Traced(TraceSpan):
     def __init__(self, span: "Span", traceparent: str) -> None:
+        super().__init__(traceparent)
         self._span = span
-        self.traceparent = traceparent
 
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(attributes)
@@ -76,7 +64,7 @@ class _Traced:
 _traceparent = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _tracer: "Tracer | None" = None
 _provider: "TracerProvider | None" = None
-_NO_SPAN: AbstractContextManager[TraceSpan] = nullcontext(_PassedOn())
+_NO_SPAN: AbstractContextManager[TraceSpan] = nullcontext(TraceSpan())
 
 
 def enabled() -> bool:
@@ -134,7 +122,7 @@ def span(
 ) -> AbstractContextManager[TraceSpan]:
     """Start a span under `parent` (the value of a traceparent header), or under the current span."""
     if _tracer is None:
-        return nullcontext(_PassedOn(parent)) if parent else _NO_SPAN
+        return nullcontext(TraceSpan(parent)) if parent else _NO_SPAN
     return _span(_tracer, name, parent, attributes, kind)
 
 

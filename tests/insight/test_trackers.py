@@ -185,7 +185,7 @@ def test_a_tracker_that_fails_and_comes_back_has_each_step_once(
         yield max(has, default=0), write
 
     monkeypatch.setattr(filling, "ADAPTERS", {tracker: opened})
-    monkeypatch.setattr(filling, "find_spec", str)
+    monkeypatch.setattr(filling, "is_installed", bool)
     ledger = Ledger(tmp_path, RUN)
     for step in range(1, 9):
         ledger.append(row(step))

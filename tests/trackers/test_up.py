@@ -6,7 +6,7 @@ import pytest
 
 from bombus.config.cluster import Cluster
 from bombus.host.layout import ONE_ENGINE, Layout, services
-from bombus.insight.trackers.filling import KEY_VARIABLES
+from bombus.insight.trackers.adapters import KEY_VARIABLES
 
 
 def test_one_process_writes_to_trackers_and_it_alone_has_their_keys(

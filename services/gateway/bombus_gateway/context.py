@@ -18,7 +18,6 @@ from bombus_gateway.call.workers import Workers
 from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
-from bombus_gateway.traces import EpisodeTraces
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class Gateway:
     bodies: BodyGate = field(init=False)
     clients: Guard = field(init=False)
     control: Guard = field(init=False)
-    traces: EpisodeTraces = field(default_factory=EpisodeTraces)
+    traces: dict[str, str] = field(default_factory=dict)
     ready: bool = False
 
     def __post_init__(self) -> None:

@@ -10,7 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from bombus import telemetry
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
-from bombus.hive.events import AnyEvent
+from bombus.hive.bounded import trim
+from bombus.hive.events import AnyEvent, EpisodeClaimed
 from bombus.hive.subjects import SIGNING_SECRET
 from bombus.machine.host_names import OwnHostsOnly, host_of
 from bombus.machine.http_limits import HttpLimits
@@ -23,11 +24,11 @@ from bombus_gateway.formats import FormatReports
 from bombus_gateway.keys import Keys
 from bombus_gateway.open_requests import connections_of
 from bombus_gateway.settings import GatewaySettings
-from bombus_gateway.traces import EpisodeTraces
 
 log = logging.getLogger(__name__)
 
 CATCH_UP_S = 600.0
+TRACES_KEPT = 100_000  # of the newest episodes
 
 
 async def run(settings: GatewaySettings) -> None:
@@ -69,10 +70,12 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
     """
     async with await Bus.connect(settings.bus_url, settings.hive, name="gateway") as bus:
         await bus.until_streams_exist()
-        traces = EpisodeTraces()
+        traces: dict[str, str] = {}
 
         def note(_: int, event: AnyEvent) -> None:
-            traces.note(event, follower.traceparent)
+            if isinstance(event, EpisodeClaimed) and follower.traceparent:
+                traces.update(dict.fromkeys(event.episodes, follower.traceparent))
+                trim(traces, TRACES_KEPT)
 
         follower = Follower(bus, note if telemetry.enabled() else None)
         gateway = Gateway(settings, bus, follower, Keys(await bus.secret(SIGNING_SECRET)), traces)

@@ -1,32 +1,8 @@
-"""What a gateway adds to traces: whose trace a call without one of its own belongs to, and what a call's span tells.
+"""What a call's span tells, by OpenTelemetry's conventions for generative AI: no messages, tools or keys."""
 
-Its attributes are those of OpenTelemetry's conventions for generative AI, without messages, tools and keys.
-"""
-
-from bombus.hive.bounded import trim
-from bombus.hive.events import AnyEvent, EpisodeClaimed
 from bombus.hive.records import CallRecord
 from bombus.hive.state import EngineState
 from bombus.telemetry import Attributes
-
-EPISODES_KEPT = 100_000
-
-
-class EpisodeTraces:
-    """The traces in which the newest episodes were claimed. Agents whose clients send no context are traced in them."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, str] = {}
-
-    def note(self, event: AnyEvent, traceparent: str) -> None:
-        """Note an event that was folded, and its trace."""
-        if isinstance(event, EpisodeClaimed) and traceparent:
-            self._of.update(dict.fromkeys(event.episodes, traceparent))
-            trim(self._of, EPISODES_KEPT)
-
-    def of(self, episode: str) -> str:
-        """Return the traceparent of an episode, or "" if there is none."""
-        return self._of.get(episode, "")
 
 
 def attributes_of(record: CallRecord, engine: EngineState) -> Attributes:

@@ -11,8 +11,7 @@ from bombus.config.job import Tracker
 from bombus.errors import BombusError, in_one_line
 from bombus.insight.runs import add_run_argument, read_runs
 from bombus.insight.trackers.adapters import ADAPTERS
-from bombus.insight.trackers.filling import fill
-from bombus.insight.trackers.following import follow, write_row
+from bombus.insight.trackers.filling import fill, follow, write_row
 from bombus.insight.trackers.ledger import Ledger
 from bombus.insight.trackers.rows import Noted, TrackedRows, tracked
 from bombus.machine.process import run_service

@@ -22,8 +22,9 @@ from bombus.config.parts import InferencePart, MetricsOptions, TrainerMachineOpt
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import Code, EngineFault, Refused
 from bombus.host.doctor_streams import check_room
-from bombus.insight.trackers.filling import KEY_VARIABLES as TRACKER_KEYS
-from bombus.insight.trackers.filling import is_any_installed
+from bombus.insight.trackers.adapters import ADAPTERS as TRACKERS
+from bombus.insight.trackers.adapters import KEY_VARIABLES as TRACKER_KEYS
+from bombus.insight.trackers.adapters import is_installed
 from bombus.machine import watchdog
 from bombus.machine.environments import environment_python, environments_folder
 from bombus.machine.hardware import gpu_environment
@@ -174,7 +175,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
     found += [
         service("gateway", f"gateway{which}", *listening, more=keys) for which in _numbered(cluster.gateway.count)
     ]
-    if is_any_installed():
+    if any(map(is_installed, TRACKERS)):
         tracking = {name: os.environ[name] for name in TRACKER_KEYS if name in os.environ}
         folder = str((layout.data_dir / "trackers").absolute())
         found.append(service("track", "track", "--follow", "--folder", folder, more=tracking))

@@ -124,7 +124,7 @@ class _CallRoute:
         stream, workers = request.completion.stream, self._calls.workers
         name, parent, about = "chat" if request.completion.chat else "text_completion", request.traceparent, None
         if telemetry.enabled():
-            parent = parent or self._calls.traces.of(request.claims.episode)
+            parent = parent or self._calls.traces.get(request.claims.episode, "")
             about = telemetry.gen_ai(name, request.claims.episode)
         with telemetry.span(name, parent, about, "SERVER") as span:
             request = msgspec.structs.replace(request, traceparent=span.traceparent)

@@ -54,7 +54,6 @@ from bombus_gateway.history.histories import Histories
 from bombus_gateway.metrics import CallMetrics
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.text.rendering import TextModel
-from bombus_gateway.traces import EpisodeTraces
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ class Calls:
         self.unacknowledged: dict[str, Call] = {}
         self.opened: set[Call] = set()
         self.metrics = CallMetrics(gateway.settings.engines)
-        self.traces: EpisodeTraces = gateway.traces
+        self.traces = gateway.traces
         self._gateway = gateway
 
     def check_ready(self) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from bombus.config.job import Tracker
 from bombus.insight.trackers.rows import VERSION, Row, ShownSample, TrackedRun, plain_metrics
 
 Opened = tuple[int, Callable[[Row], None]]
+# The variables that hold trackers' keys. Only the process that writes to trackers gets them.
+KEY_VARIABLES = ("WANDB_API_KEY", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 _TENSORBOARD_FILES = "events.out.tfevents."
 _COLUMNS = [*ShownSample.__struct_fields__]  # of a table of samples
 _MLFLOW_ID, _MLFLOW_LAST = "bombus.id", "bombus.last_step"
@@ -29,6 +32,10 @@ _MLFLOW_PARAM_MAX = 500  # characters of a setting; some servers refuse more
 _MLFLOW_PARAMS_AT_ONCE = 100
 _MAKING_MLFLOW = threading.Lock()
 _ONE_SWANLAB = threading.Lock()  # a process can have one run of SwanLab
+
+
+def is_installed(tracker: Tracker) -> bool:
+    return find_spec(tracker) is not None
 
 
 def continues(tracker: Tracker) -> bool:
@@ -122,6 +129,7 @@ def open_wandb(run: TrackedRun, folder: Path) -> Iterator[Opened]:
     import wandb
 
     mode, is_online = _wandb_mode(), continues(Tracker.WANDB)
+    quiet = dict.fromkeys(("silent", "disable_git", "x_disable_meta", "x_disable_stats"), True)
     if not is_online:
         shutil.rmtree(folder / "wandb", ignore_errors=True)
     live = wandb.init(
@@ -134,15 +142,7 @@ def open_wandb(run: TrackedRun, folder: Path) -> Iterator[Opened]:
         mode=mode,
         resume="allow" if is_online else None,
         reinit="create_new",
-        settings=wandb.Settings(
-            console="off",
-            disable_git=True,
-            save_code=False,
-            silent=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
-            x_save_requirements=False,
-        ),
+        settings=wandb.Settings(console="off", save_code=False, x_save_requirements=False, **quiet),
     )
 
     def write(row: Row) -> None:

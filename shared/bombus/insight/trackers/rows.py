@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from bombus.config.job import RunConfig
 from bombus.hive import events as ev
 from bombus.hive.checkpoints import UNNAMED
 from bombus.hive.records import CallRecord, CallRef, hasher
 from bombus.hive.state import Hive
+from bombus.insight.compare import flat
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import Runs
 from bombus.replay.diagnosis.steps import RunSeries
@@ -61,7 +61,7 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     project: str
     name: str
     digest: str  # of the job
-    config: dict[str, Any]  # the job's settings, by names such as `trainer.lr`
+    config: dict[str, Any]  # the job's settings, by names such as `trainer.lr`; a job has no secrets
 
     @property
     def folder(self) -> str:
@@ -86,6 +86,7 @@ def tracked(hive: str, series: RunSeries, project: str = "", name: str = "", unt
     job = series.job
     given = job.experiment.experiment_name
     title = name or (series.name if given == UNNAMED else f"{given}-{series.name}")
+    settings = flat(job.model_dump(mode="json"))
     project = plain(project or job.experiment.project_name)
     title = plain(f"{title}-until-{until}" if until else title)
     identity = "\n".join((hive, series.name, str(series.started_ns), project, title))
@@ -97,15 +98,8 @@ def tracked(hive: str, series: RunSeries, project: str = "", name: str = "", unt
         project=project,
         name=title,
         digest=job.digest,
-        config=flat_config(job),
+        config={plain(name): y[:TEXT_MAX] if isinstance(y, str) else y for name, y in settings},
     )
-
-
-def flat_config(job: RunConfig) -> dict[str, Any]:
-    """Return a job's settings by names such as `trainer.lr`. A job has no secrets; long texts are cut."""
-    groups: dict[str, dict[str, Any]] = job.model_dump(mode="json")
-    found = {f"{group}.{field}": value for group, fields in groups.items() for field, value in fields.items()}
-    return {name: value[:TEXT_MAX] if isinstance(value, str) else value for name, value in found.items()}
 
 
 def plain(text: str) -> str:
