@@ -201,7 +201,7 @@ async def play(run: RealRun, number: int, folder: Path, url: str) -> "Recorded":
             await training.player.close()
     async with open_source(Namespace(nats=None, data=folder / "hive", log=None, hive=None)) as source:
         series = (await read_runs(source)).newest(f"main-{number}", source.title)
-        await read_answers(source, series)
+        await read_answers(source, series.steps)
     for row in series.steps:
         row.sampled, row.trainer = [], {name: row.trainer[name] for name in KEPT if name in row.trainer}
     return Recorded(run.name, series.job.to_json(), series.steps)

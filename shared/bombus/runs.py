@@ -15,6 +15,7 @@ programs and in notebooks, whose event loop is already running.
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +24,10 @@ import pyarrow as pa
 from bombus.commands.diagnose import lines_of
 from bombus.errors import BombusError
 from bombus.insight.charts import OF, Axis, Chart, Spec, points, spec
-from bombus.insight.database import LogDatabase
+from bombus.insight.database import LogDatabase, read_samples, refusing
 from bombus.insight.metrics import evaluation_metrics, step_metrics
-from bombus.insight.runs import read_answers, read_runs
-from bombus.insight.stored import read_samples, read_stored_calls
-from bombus.insight.tables import OF_EVENTS, SCHEMAS
+from bombus.insight.runs import read_answers
+from bombus.insight.tables import OF_EVENTS, TABLES, TableRow
 from bombus.replay.diagnosis.diagnose import diagnose
 from bombus.replay.diagnosis.findings import RunFinding
 from bombus.replay.diagnosis.steps import RunSeries
@@ -70,18 +70,13 @@ def frame(table: pa.Table) -> Any:
 
     `to_pandas()` makes a frame of pandas of each of them.
     """
-    for convert in (_to_polars, pa.Table.to_pandas):
-        try:
-            return convert(table)
-        except ModuleNotFoundError:
-            continue
+    with suppress(ModuleNotFoundError):
+        import polars
+
+        return polars.from_arrow(table)
+    with suppress(ModuleNotFoundError):
+        return table.to_pandas()
     return table
-
-
-def _to_polars(table: pa.Table) -> Any:
-    import polars
-
-    return polars.from_arrow(table)
 
 
 class HiveLog:
@@ -113,9 +108,14 @@ class HiveLog:
         the query.
         """
         wanted = self.database.tables_in(query)
-        if wanted - OF_EVENTS or "events" in wanted:
+        if wanted - self.database.loaded:
             self.read(lambda source: self.database.load(source, wanted))
-        return frame(pa.Table.from_batches(self.database.arrow(query, parameters)))
+        return self.frame(query, parameters)
+
+    def frame(self, query: str, parameters: dict[str, Any]) -> Any:
+        """Return the rows of a query over what is loaded."""
+        with refusing():
+            return frame(self.database.relation(query, parameters).to_arrow_table())
 
     def read(self, work: Callable[[Source], Coroutine[Any, Any, T]]) -> T:
         """Open the log again and work on it, in a thread with an event loop of its own, since a notebook's is
@@ -130,27 +130,28 @@ class HiveLog:
 
 
 class LogRun:
-    """A run of a job. Its methods return data frames (see `frame`), except for `diagnose` and `plot`."""
+    """A run of a job, with its figures as `series`. Its methods return data frames (see `frame`), except for `diagnose`
+    and `plot`."""
 
     def __init__(self, log: HiveLog, series: RunSeries) -> None:
         self.log = log
         self.name = series.name
-        self._series = series
+        self.series = series
 
     def __repr__(self) -> str:
-        return f"<run {self.name} of {self.log.title}: {len(self._series.steps)} steps>"
+        return f"<run {self.name} of {self.log.title}: {len(self.series.steps)} steps>"
 
     def metrics(self) -> Any:
         """Return the figures of the run: a row for each step, and a column for each figure, such as `reward/mean`.
 
         They are the figures that the page, reports and trackers show. What is not known of a step is null.
         """
-        return _wide("step", {row.step: step_metrics(row) for row in self._series.steps})
+        return _wide("step", {row.step: step_metrics(row) for row in self.series.steps})
 
     def evaluations(self) -> Any:
         """Return the figures of evaluations: a row for each policy version, with columns such as `held_out/mean` and,
         if tasks report success, `held_out/pass@1`."""
-        return _wide("version", evaluation_metrics(self._series.evaluated))
+        return _wide("version", evaluation_metrics(self.series.evaluated))
 
     def episodes(self) -> Any:
         """Return the episodes in the order of their claims: who played them, their rewards, and what became of
@@ -167,17 +168,14 @@ class LogRun:
 
         Calls that are no longer kept have no rows. Raises `NotOnLog` if the episode has no calls.
         """
-        found: list[pa.RecordBatch] = []
-        calls = self.log.database.stored_calls(episode)
-        if not calls:
+        if not len(self.log.sql("FROM calls WHERE episode = $episode LIMIT 1", episode=episode)):
             raise NotOnLog(f"{self.log.title} has no calls of an episode {episode}")
-
-        def keep(name: str, batch: pa.RecordBatch) -> None:
-            if name == "tokens":
-                found.append(batch)
-
-        self.log.read(lambda source: read_stored_calls(source, calls, keep))
-        return frame(pa.Table.from_batches(found, SCHEMAS["tokens"]))
+        self.log.read(lambda source: self.log.database.load(source, {"tokens"}, episode))
+        return self.log.frame(
+            "SELECT t.* FROM tokens t JOIN calls c USING (run, episode, call) WHERE episode = $episode"
+            " ORDER BY place, choice, position",
+            {"episode": episode},
+        )
 
     def samples(self, step: int) -> Any:
         """Return the sequences that a step trained on, with masks, logprobs and advantages, as `bombus replay batch`
@@ -185,18 +183,15 @@ class LogRun:
 
         Raises `NotOnLog` if there is no such step, and `NotInstalled` without the extra `trainer`.
         """
-        batches = self.log.read(lambda source: read_samples(source, self.name, (step,)))
-        return frame(pa.Table.from_batches(batches, SCHEMAS["samples"]))
+        rows: list[TableRow] = []
+        self.log.read(lambda source: read_samples(source, self.name, lambda _, found: rows.extend(found), (step,)))
+        return frame(pa.Table.from_batches([TABLES["samples"].batch(rows)]))
 
     def diagnose(self) -> "RunDiagnosis":
         """Return what is wrong with the learning of this run. It is shown as `bombus diagnose` prints it."""
 
-        async def read(source: Source) -> RunSeries:
-            series = (await read_runs(source)).series[self.name]
-            await read_answers(source, series)
-            return series
-
-        return RunDiagnosis(self.log.read(read), self.log.title)
+        self.log.read(lambda source: read_answers(source, self.series.steps))
+        return RunDiagnosis(self.series, self.log.title)
 
     def plot(self, figure: str, axis: Axis = "step") -> "RunPlot":
         """Return a chart that Jupyter shows.
@@ -206,10 +201,6 @@ class LogRun:
         Raises `NoSuchFigure`.
         """
         return RunPlot(figure, [self], axis)
-
-    def points(self, chart: Chart, axis: Axis) -> list[dict[str, Any]]:
-        """Return the points of a chart for this run."""
-        return points(chart, self._series, axis)
 
 
 class RunDiagnosis:
@@ -232,7 +223,7 @@ class RunPlot:
         found: list[dict[str, Any]] = []
         for run in runs:
             label = {"run": run.name if names.count(run.name) == 1 else f"{run.log.title}: {run.name}"}
-            found += [point | (label if len(runs) > 1 else {}) for point in run.points(chart, axis)]
+            found += [point | (label if len(runs) > 1 else {}) for point in points(chart, run.series, axis)]
         if not found:
             raise NoSuchFigure(
                 f"{', '.join(names) or 'no run'} has no figure {figure}; the charts are {', '.join(OF)}, and the "

@@ -58,7 +58,7 @@ def later(harness: CoreHarness, seconds: float) -> None:
 def last_events(log: list[Event]) -> LastEvents:
     last = LastEvents()
     for event in log:
-        last.note(event)
+        last.note(event)  # type: ignore[arg-type]
     return last
 
 
@@ -769,7 +769,7 @@ def test_whatever_happens_all_wait_for_somebody_in_whole_sentences() -> None:
         hive, last = Hive(), LastEvents()
         for event in log:
             evolve(hive, event)
-            last.note(event)
+            last.note(event)  # type: ignore[arg-type]
             engine = hive.engine(event.engine)
             for name in (engine.name, *engine.open, *engine.clients.models) if engine.name in hive.engines else ():
                 found = chain(hive, hive.now_ns + SECOND, last, name)

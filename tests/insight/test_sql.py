@@ -4,7 +4,12 @@ import asyncio
 import csv
 import io
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import isclose
 from pathlib import Path
@@ -21,7 +26,7 @@ from bombus.hive.events import EpisodeClaimed
 from bombus.hive.state import Hive
 from bombus.insight.database import LogDatabase
 from bombus.insight.metrics import evaluation_metrics, step_metrics
-from bombus.insight.rows import EpisodeOfLog, LogRows
+from bombus.insight.rows import LogRows
 from bombus.insight.runs import read_runs
 from bombus.insight.tables import OF_EVENTS, TABLES
 from bombus.replay.archive import FileSource
@@ -30,6 +35,7 @@ from bombus.replay.source import Logged, state_at
 from tests.insight.record import LOG as LETTERS
 from tests.logs.facts import TINY
 from tests.overwatch.story import chaos
+from tests.patience import PATIENCE_S
 
 Capture = pytest.CaptureFixture[str]
 
@@ -107,10 +113,10 @@ def test_each_event_is_there_as_json(source: FileSource, database: LogDatabase) 
     assert database.query("SELECT seq, json FROM events ORDER BY seq").fetchall() == asyncio.run(events())
 
 
-def test_the_rows_of_an_episode_are_its_columns() -> None:
-    assert list(TABLES["episodes"].types()) == list(EpisodeOfLog.__struct_fields__)
-    for table in TABLES.values():
-        assert table.notes.keys() <= table.types().keys()
+def test_the_columns_are_those_that_are_described(database: LogDatabase) -> None:
+    for name, table in TABLES.items():
+        found = database.relation(f"FROM {name} LIMIT 0").to_arrow_table().schema
+        assert found.equals(table.schema), name
 
 
 def test_the_recorded_episodes_have_ended_as_they_did(database: LogDatabase, source: FileSource) -> None:
@@ -127,8 +133,8 @@ def test_the_recorded_episodes_have_ended_as_they_did(database: LogDatabase, sou
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kind_of_event_of_any_hive_can_be_loaded(seed: int) -> None:
-    found: dict[str, list[pyarrow.RecordBatch]] = {}
-    rows = LogRows(Hive(), OF_EVENTS, lambda name, batch: found.setdefault(name, []).append(batch))
+    found: dict[str, list[pyarrow.RecordBatch]] = defaultdict(list)
+    rows = LogRows(Hive(), OF_EVENTS, lambda name, rows: found[name].append(TABLES[name].batch(rows)))
     audit = Audit()
     events = chaos(seed)
     for seq, event in enumerate(events, 1):
@@ -148,8 +154,8 @@ def test_a_compacted_log_has_what_it_still_knows() -> None:
             return await state_at(source, 45), [entry async for entry in source.events(45)]
 
     hive, events = asyncio.run(read())
-    found: dict[str, list[pyarrow.RecordBatch]] = {}
-    rows = LogRows(hive, OF_EVENTS, lambda name, batch: found.setdefault(name, []).append(batch))
+    found: dict[str, list[pyarrow.RecordBatch]] = defaultdict(list)
+    rows = LogRows(hive, OF_EVENTS, lambda name, rows: found[name].append(TABLES[name].batch(rows)))
     for entry in events:
         rows.note(entry.seq, entry.event)
     rows.finish()
@@ -182,7 +188,7 @@ def test_stored_calls_are_read_only_for_a_query_that_names_their_tables() -> Non
         assert empty.tables_in("SELECT completion_tokens FROM Calls") == {"calls"}
         named = "SELECT run, sum(completion_tokens) AS tokens, count(*) AS samples FROM calls GROUP BY ALL"
         assert empty.tables_in(named) == {"calls"}
-        joined = 'FROM "Tokens" JOIN main.episodes USING (episode) WHERE run = $run ORDER BY answers'
+        joined = 'FROM "Tokens" JOIN main.episodes USING (episode) WHERE episode = $1 ORDER BY id'
         assert empty.tables_in(joined) == {"tokens", "episodes"}
         for query in ("CREATE VIEW v AS FROM tokens; FROM v", "PIVOT tokens ON run", "FROM query('FROM tokens')"):
             assert empty.tables_in(query) == {"tokens"}
@@ -237,9 +243,9 @@ def test_the_same_rows_are_printed_and_written_in_every_form(capsys: Capture, tm
     query = "SELECT episode, reward, claimed, reported FROM episodes WHERE reward IS NOT NULL ORDER BY episode LIMIT 5"
     rows = [json.loads(line) for line in sql(capsys, query, "--json")]
     assert len(rows) == 5
-    table = sql(capsys, query)
-    assert table[0].split() == ["episode", "reward", "claimed", "reported"]
-    assert [line.split()[0] for line in table[1:]] == [row["episode"] for row in rows]
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in sql(capsys, query) if line.startswith("│")]
+    assert cells[0] == ["episode", "reward", "claimed", "reported"]
+    assert [each[0] for each in cells[2:]] == [row["episode"] for row in rows]
     lines = [*csv.DictReader(io.StringIO("\n".join(sql(capsys, query, "--csv"))))]
     assert [json.loads(line["reported"]) for line in lines] == [row["reported"] for row in rows]
     for name in ("rows.parquet", "rows.arrow", "rows.csv"):
@@ -258,10 +264,38 @@ def test_a_query_is_read_from_stdin(capsys: Capture, monkeypatch: pytest.MonkeyP
 
 
 def test_a_long_table_is_cut_and_says_so(capsys: Capture) -> None:
-    assert main(["sql", "--log", str(TINY), "SELECT position FROM tokens, range(2)"]) == 0
-    shown = capsys.readouterr()
-    assert len(shown.out.splitlines()) == 201
-    assert "--out" in shown.err
+    shown = sql(capsys, "SELECT position FROM tokens, range(2)", log=TINY)
+    assert len(shown) < 215
+    assert "400 rows" in shown[-2]
+    assert "200 shown" in shown[-1]
+
+
+def test_no_cell_can_control_the_terminal(capsys: Capture) -> None:
+    query = "SELECT 'a' || chr(27) || '[2J' || chr(10) || chr(155) || chr(8238) AS text"
+    for form in ((), ("--csv",), ("--json",)):
+        assert all(line.isprintable() for line in sql(capsys, query, *form, log=TINY)), form
+
+
+def test_columns_of_one_name_lose_no_cells(capsys: Capture) -> None:
+    query = "SELECT 1 AS a, 2 AS a"
+    assert main(["sql", "--log", str(TINY), query, "--json"]) == 1
+    assert "several columns are called a" in capsys.readouterr().err
+    assert sql(capsys, query, "--csv", log=TINY) == ["a,a", "1,2"]
+
+
+def test_a_terminal_gets_a_prompt_that_goes_on_after_a_mistake(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bombus", "sql", "--log", str(TINY)]
+    leader, follower = pty.openpty()
+    with subprocess.Popen(command, stdin=follower, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        for line in ("SELEC;", ".tables", "SELECT 'it is ' ||", "  count(*) AS n", "FROM runs;", "\x04"):
+            os.write(leader, f"{line}\n".encode() if line != "\x04" else b"\x04")
+        shown, _ = process.communicate(timeout=PATIENCE_S)
+    os.close(leader)
+    os.close(follower)
+    assert process.returncode == 0
+    text = shown.decode()
+    for part in ("bombus sql: Parser Error", "events: every event of the log", "it is 2"):
+        assert part in text
 
 
 def test_a_database_is_kept_for_other_tools_and_never_written_over(capsys: Capture, tmp_path: Path) -> None:
@@ -279,8 +313,8 @@ def test_the_tables_are_described(capsys: Capture) -> None:
     described = capsys.readouterr().out.splitlines()
     for name, table in TABLES.items():
         start = described.index(next(line for line in described if line.startswith(f"{name}: ")))
-        for line, column in zip(described[start + 1 :], table.types().items(), strict=False):
-            assert tuple(line.split()[:2]) == column
+        for line, column in zip(described[start + 1 :], table.columns.items(), strict=False):
+            assert line.split()[:2] == [column[0], column[1][0]]
 
 
 # ---- docs/sql.md --------------------------------------------------------------------------------------------------

@@ -77,10 +77,10 @@ async def test_a_running_hive_is_led_as_long_as_its_leader_puts_ticks_into_the_i
         await boot(bus)
         while not await source.led_ns():
             await asyncio.sleep(0)
-        at = await moment_of(source, "")
-    assert at.led_ns <= at.now_ns
-    led = chain(at.hive, at.led_ns, at.last, ENGINE, at.led_ns)
-    left = chain(at.hive, at.led_ns + LATE_NS + TICK_NS + 1, at.last, ENGINE, at.led_ns)
+        at, led_ns = await moment_of(source, "")
+    assert led_ns <= at.now_ns
+    led = chain(at.hive, led_ns, at.last, ENGINE, led_ns)
+    left = chain(at.hive, led_ns + LATE_NS + TICK_NS + 1, at.last, ENGINE, led_ns)
     assert led is not None
     assert left is not None
     assert (led[-1].who == "a coordinator", left[-1].who) == (False, "a coordinator")
@@ -124,8 +124,8 @@ async def test_a_time_at_which_nobody_led_is_known_from_the_pause_that_follows()
     paused = LeadingPaused(at_ns=201 * SECOND, since_ns=121 * SECOND)
     source = Told(opened, configured, again, paused)
     for text, led_ns in (("+50s", 121 * SECOND), ("+15s", 0)):
-        at = await moment_of(source, text)
-        assert (at.seq, at.led_ns) == (2, led_ns)
-        found = chain(at.hive, at.now_ns, at.last, ENGINE, at.led_ns)
+        at, found_ns = await moment_of(source, text)
+        assert (at.position, found_ns) == (2, led_ns)
+        found = chain(at.hive, at.now_ns, at.last, ENGINE, led_ns)
         assert found is not None
         assert (found[-1].what.startswith("no coordinator has led for 29 s")) == (led_ns > 0)

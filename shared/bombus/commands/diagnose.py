@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def show(source: Source, arguments: argparse.Namespace) -> None:
         series = (await read_runs(source)).newest(arguments.name, source.title)
-        await read_answers(source, series)
+        await read_answers(source, series.steps)
         found.extend(diagnose(series.steps, series.job))
         if arguments.json:
             findings = msgspec.to_builtins(found)

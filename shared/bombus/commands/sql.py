@@ -1,38 +1,47 @@
 """`bombus sql`: query the log of a hive as tables."""
 
 import argparse
+import asyncio
 import csv
 import io
 import os
+import shutil
+import sqlite3
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import msgspec
-import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from bombus.insight.database import ROWS_AT_ONCE, LogDatabase, QueryRefused
+from bombus.insight.database import LogDatabase, QueryRefused, refusing
 from bombus.insight.tables import OF_EVENTS, TABLES
 from bombus.private import private_folder
-from bombus.replay.opening import add_source_arguments
-from bombus.replay.running import BadUsage, run_on_source
-from bombus.replay.source import Source
-from bombus.terminal import complain, escaped, json_escaped, say
+from bombus.replay.opening import add_source_arguments, open_source
+from bombus.replay.running import BadUsage, reported
+from bombus.terminal import json_escaped, say
 
 DESCRIPTION = """Queries the log of a hive with SQL (DuckDB's): its runs, steps, episodes, calls, exact tokens and
 figures. docs/sql.md has queries for common questions. A query reads no files, and cannot change the hive."""
 SHOWN = 200  # the most rows of a printed table
 WIDTH = 60  # the widest cell of a printed table
+ROWS_AT_ONCE = 32_768
+PARTS = (dict, list, tuple, bytes)
 SUFFIXES = (".parquet", ".arrow", ".csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("query", nargs="?", default="", metavar="SQL", help="the query (default: read from stdin)")
+    parser.add_argument(
+        "query", nargs="?", default="", metavar="SQL", help="the query (default: typed, or read from stdin)"
+    )
     add_source_arguments(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print each row as a JSON object")
@@ -51,29 +60,72 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tables:
         say(*_described())
         return 0
-    return run_on_source("bombus sql", _query, arguments)
+    return reported("bombus sql", lambda: _query(arguments))
 
 
 def _described() -> Iterator[str]:
     for name, table in TABLES.items():
-        yield f"{name}: {table.about}{' (read from stored calls: slower)' if table.stored else ''}"
-        for column, kind in table.types().items():
-            yield f"  {column:<18} {kind:<8} {table.notes.get(column, '')}".rstrip()
+        yield f"{name}: {table.about}{' (read from stored calls: slower)' if table.is_stored else ''}"
+        for column, (kind, note) in table.columns.items():
+            yield f"  {column:<18} {kind:<8} {note}".rstrip()
 
 
-async def _query(source: Source, arguments: argparse.Namespace) -> None:
+def _query(arguments: argparse.Namespace) -> None:
     if arguments.out is not None and arguments.out.suffix not in SUFFIXES:
         raise BadUsage(f"--out must be a file ending in {', '.join(SUFFIXES)}")
-    text = arguments.query or ("" if arguments.database and sys.stdin.isatty() else sys.stdin.read())
+    is_typed = not arguments.query and sys.stdin.isatty()
     with LogDatabase(arguments.database) as database:
-        await database.load(source, database.tables_in(text) | (OF_EVENTS if arguments.database else set()))
-        if not text.strip():
+        if is_typed and arguments.database is None:
+            _prompt(database, arguments)
+        else:
+            _answer(database, arguments, arguments.query or ("" if is_typed else sys.stdin.read()))
+
+
+def _prompt(database: LogDatabase, arguments: argparse.Namespace) -> None:
+    """Answer queries that are typed, until Ctrl-D."""
+    import readline  # noqa: F401 - `input` edits lines with it, and keeps a history
+
+    _load(database, arguments, {"runs"})  # which says at once if there is no log
+    say("A query ends with a semicolon. `.tables` describes the tables, and Ctrl-D ends.")
+    while True:
+        try:
+            text = input("sql> ")
+            while text.strip() and text.strip() != ".tables" and not sqlite3.complete_statement(text):
+                text += "\n" + input("...> ")
+            if text.strip() == ".tables":
+                say(*_described())
+            elif text.strip():
+                reported("bombus sql", partial(_answer, database, arguments, text))
+        except KeyboardInterrupt:
+            say("")
+        except EOFError:
+            say("")
             return
+
+
+def _load(database: LogDatabase, arguments: argparse.Namespace, wanted: set[str]) -> None:
+    async def load() -> None:
+        async with open_source(arguments) as source:
+            await database.load(source, wanted)
+
+    if wanted - database.loaded:
+        asyncio.run(load())
+
+
+def _answer(database: LogDatabase, arguments: argparse.Namespace, text: str) -> None:
+    """Load what a query needs, and print or write its rows."""
+    _load(database, arguments, database.tables_in(text) | (OF_EVENTS if arguments.database else set()))
+    if not text.strip():
+        return
+    with refusing():
         if arguments.out is not None:
             _write_file(arguments.out, text, database)
+        elif arguments.json:
+            _print_json(database.query(text))
+        elif arguments.csv:
+            _write_csv(database.query(text), say)
         else:
-            show = _print_json if arguments.json else _print_csv if arguments.csv else _print_table
-            show(database.query(text))
+            _print_table(database.relation(text))
 
 
 def _rows(result: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
@@ -85,47 +137,29 @@ def _names(result: duckdb.DuckDBPyConnection) -> list[str]:
     return [column[0] for column in result.description or ()]
 
 
-def _plain(value: object) -> str:
-    """Return a cell as text: numbers and text as they are, and anything with parts as JSON."""
-    if value is None:
-        return ""
-    return msgspec.json.encode(value).decode() if isinstance(value, dict | list | tuple | bytes) else str(value)
-
-
 def _print_json(result: duckdb.DuckDBPyConnection) -> None:
     names = _names(result)
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise QueryRefused(f"several columns are called {twice[0]}: name them with AS, or use --csv")
     for row in _rows(result):
         say(json_escaped(msgspec.json.encode(dict(zip(names, row))).decode()))
 
 
-def _csv_line(cells: Sequence[object]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(map(_plain, cells))
-    return line.getvalue()
+def _print_table(found: duckdb.DuckDBPyRelation) -> None:
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 20
+    with redirect_stdout(io.StringIO()) as shown:
+        found.show(max_width=width, max_rows=SHOWN, max_col_width=WIDTH)
+    say(*shown.getvalue().rstrip("\n").split("\n"))
 
 
-def _print_csv(result: duckdb.DuckDBPyConnection) -> None:
-    say(_csv_line(_names(result)))
-    for row in _rows(result):
-        say(_csv_line(row))
-
-
-def _print_table(result: duckdb.DuckDBPyConnection) -> None:
-    rows = result.fetchmany(SHOWN + 1)
-    cells = [_names(result), *([_shown(value) for value in row] for row in rows[:SHOWN])]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    right = [all(isinstance(value, int | float | None) for value in column) for column in zip(*rows)]
-    right = right or [False] * len(widths)
-    for row in cells:
-        line = (cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(row, widths, right))
-        say("  ".join(line).rstrip())
-    if len(rows) > SHOWN:
-        complain(f"bombus sql: only the first {SHOWN} rows are shown: --csv, --json and --out give all")
-
-
-def _shown(value: object) -> str:
-    text = escaped(f"{value:.6g}" if isinstance(value, float) else _plain(value))
-    return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
+def _write_csv(result: duckdb.DuckDBPyConnection, write: Callable[[str], object]) -> None:
+    """Write rows as lines of CSV: anything with parts as JSON."""
+    file = io.StringIO()
+    lines = csv.writer(file, lineterminator="")
+    for row in chain([_names(result)], _rows(result)):
+        lines.writerow(msgspec.json.encode(each).decode() if isinstance(each, PARTS) else each for each in row)
+        write(file.getvalue())
+        file.seek(file.truncate(0))
 
 
 def _write_file(path: Path, text: str, database: LogDatabase) -> None:
@@ -134,20 +168,14 @@ def _write_file(path: Path, text: str, database: LogDatabase) -> None:
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         if path.suffix == ".csv":
-            result = database.query(text)
             with draft.open("w", newline="", encoding="utf-8") as file:
-                lines = csv.writer(file)
-                lines.writerow(_names(result))
-                lines.writerows(map(_plain, row) for row in _rows(result))
+                _write_csv(database.query(text), lambda line: file.write(line + "\r\n"))
         else:
-            batches = database.arrow(text)
-            first = next(batches, None)
-            if first is None:
-                raise QueryRefused("the query has no rows that could be written")
+            rows = database.relation(text).to_arrow_reader(ROWS_AT_ONCE)
             make = pyarrow.parquet.ParquetWriter if path.suffix == ".parquet" else pyarrow.ipc.new_file
-            with make(str(draft), first.schema) as writer:
-                for batch in batches:
-                    writer.write_table(pa.Table.from_batches([batch]))
+            with make(str(draft), rows.schema) as writer:
+                for batch in rows:
+                    writer.write_batch(batch)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -8,15 +8,14 @@ import msgspec
 
 from bombus.hive.episodes import without_secret
 from bombus.hive.events import LeadingPaused
-from bombus.hive.fold.evolve import evolve
 from bombus.hive.pauses import LATE_NS
-from bombus.hive.state import Hive
 from bombus.hive.why.chains import chain
-from bombus.hive.why.links import NOBODY, TIME, ChainLink, LastEvents
+from bombus.hive.why.links import NOBODY, TIME, ChainLink
+from bombus.insight.record import Moment
 from bombus.replay.moments import clock, date, moment
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
-from bombus.replay.source import Logged, NotOnLog, Source, check_position
+from bombus.replay.source import NotOnLog, Source, check_position
 from bombus.terminal import say, say_json
 
 
@@ -43,38 +42,25 @@ def run(arguments: argparse.Namespace) -> int:
     return run_on_source("bombus why", _show, arguments)
 
 
-class _Moment(msgspec.Struct):
-    """The state of a hive after event `seq` of its log. `led_ns` is when a leader was last at work, or 0 if unknown."""
-
-    hive: Hive
-    seq: int
-    last: LastEvents
-    now_ns: int = 0
-    led_ns: int = 0
-
-    def fold(self, entry: Logged) -> None:
-        evolve(self.hive, entry.event)
-        self.last.note(entry.event, entry.time_ns)
-        self.seq, self.now_ns = entry.seq, max(self.hive.now_ns, entry.time_ns)
-
-
 async def _show(source: Source, arguments: argparse.Namespace) -> None:
-    at = await moment_of(source, arguments.at)
+    at, led_ns = await moment_of(source, arguments.at)
     names = [without_secret(arguments.name)] if arguments.name else sorted(at.hive.engines)
     chains: dict[str, list[ChainLink]] = {}
     for name in names:
-        found = chain(at.hive, at.now_ns, at.last, name, at.led_ns)
+        found = chain(at.hive, at.now_ns, at.last, name, led_ns)
         if found is None:
             engines = ", ".join(sorted(at.hive.engines)) or "none"
-            raise NotOnLog(f"there is no engine, run or episode {name} at event {at.seq}; the engines are: {engines}")
+            raise NotOnLog(
+                f"there is no engine, run or episode {name} at event {at.position}; the engines are: {engines}"
+            )
         if found or arguments.name:
             chains[name] = found
     if arguments.json:
-        say_json({"seq": at.seq, "at_ns": at.now_ns, "chains": msgspec.to_builtins(chains)})
+        say_json({"seq": at.position, "at_ns": at.now_ns, "chains": msgspec.to_builtins(chains)})
         return
     when = f", {date(at.now_ns)} {clock(at.now_ns)}" if at.now_ns else ""
     over = "" if arguments.at or source.running else ": the log's end, as no hive is running on it"
-    say(f"after event {at.seq}{when}{over}")
+    say(f"after event {at.position}{when}{over}")
     for name, links in chains.items():
         say("", *(_lines(links) if links else [f"{name} is not waiting for anything"]))
     if not chains:
@@ -89,29 +75,32 @@ def _lines(links: list[ChainLink]) -> list[str]:
     return lines if last.who == NOBODY else [*lines, f"  who can end this: {last.who}{end}"]
 
 
-async def moment_of(source: Source, text: str) -> _Moment:
-    """Fold a log up to a position or a time or, if `text` is empty, to its end. Raises `NotOnLog`."""
+async def moment_of(source: Source, text: str) -> tuple[Moment, int]:
+    """Fold a log up to a position or a time or, if `text` is empty, to its end. Raises `NotOnLog`.
+
+    Returns when a leader was last at work as well, or 0 if that is unknown.
+    """
     end, led_ns = await source.end(), await source.led_ns()
     newest_ns = max(end.time_ns, led_ns, time.time_ns() if source.running else 0)
-    at = _Moment(*await source.base(), LastEvents())
-    at.now_ns = at.hive.now_ns
+    at = Moment(*await source.base())
     if text and not text.isdecimal():
-        await _fold_until(source, at, text, newest_ns)
-        return at
+        return at, await _fold_until(source, at, text, newest_ns)
     until = int(text) if text else end.seq
     await check_position(source, until)
-    async with aclosing(source.events(at.seq, until)) as entries:
+    async with aclosing(source.events(at.position, until)) as entries:
         async for entry in entries:
-            at.fold(entry)
-    if not text:
-        at.now_ns, at.led_ns = newest_ns, led_ns
-    return at
+            at.fold(entry.seq, entry.event, entry.time_ns)
+    if text:
+        return at, 0
+    at.now_ns = newest_ns
+    return at, led_ns
 
 
-async def _fold_until(source: Source, at: _Moment, text: str, newest_ns: int) -> None:
-    """Fold a log up to a time. The events after that time show whether there was a leader then."""
-    until_ns = next_ns = 0
-    async with aclosing(source.events(at.seq)) as entries:
+async def _fold_until(source: Source, at: Moment, text: str, newest_ns: int) -> int:
+    """Fold a log up to a time. The events after that time show whether there was a leader then: returns since when
+    there was none, or 0."""
+    until_ns = next_ns = led_ns = 0
+    async with aclosing(source.events(at.position)) as entries:
         async for entry in entries:
             if not until_ns:
                 start_ns = at.now_ns or entry.time_ns
@@ -120,11 +109,12 @@ async def _fold_until(source: Source, at: _Moment, text: str, newest_ns: int) ->
                     span = f"{date(start_ns)} {clock(start_ns)} to {date(newest_ns)} {clock(newest_ns)}"
                     raise NotOnLog(f"{source.title} does not cover this time: it spans {span}")
             if entry.time_ns <= until_ns:
-                at.fold(entry)
+                at.fold(entry.seq, entry.event, entry.time_ns)
                 continue
             next_ns = next_ns or entry.time_ns
             if isinstance(entry.event, LeadingPaused) and entry.event.since_ns < until_ns:
-                at.led_ns = entry.event.since_ns
+                led_ns = entry.event.since_ns
             if entry.time_ns > next_ns + LATE_NS:
                 break
     at.now_ns = max(at.now_ns, until_ns)
+    return led_ns

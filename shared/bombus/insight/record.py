@@ -3,7 +3,6 @@
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Self, cast
 
 import msgspec
 
@@ -29,29 +28,18 @@ class SecondLoad(msgspec.Struct, array_like=True):
     episodes: int = 0
 
 
-class _EncodedMoment(msgspec.Struct, kw_only=True):
-    hive: Hive
-    position: int
-    now_ns: int
-    seconds: dict[str, list[SecondLoad]]
-    last: list[ev.AnyEvent]
-    anew_ns: int
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_EncodedMoment)
-
-
-class Moment:
+class Moment(msgspec.Struct):
     """A hive after the event at `position`, and what its state does not keep: the newest event of each kind, and how
     many tokens and episodes came in during each of the last seconds, by engine."""
 
-    def __init__(self, hive: Hive, position: int, last: LastEvents | None = None) -> None:
-        self.hive = hive
-        self.position = position
-        self.now_ns = hive.now_ns
-        self.last = last or LastEvents()
-        self.seconds: dict[str, list[SecondLoad]] = {}
+    hive: Hive
+    position: int
+    now_ns: int = 0
+    last: LastEvents = msgspec.field(default_factory=LastEvents)
+    seconds: dict[str, list[SecondLoad]] = {}
+
+    def __post_init__(self) -> None:
+        self.now_ns = max(self.now_ns, self.hive.now_ns)
 
     def fold(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
         """Fold the event at `position`, which was stored at `stored_ns`."""
@@ -82,23 +70,15 @@ class Moment:
         return sum(each.tokens for each in counted) / window_s, sum(each.episodes for each in counted) / window_s
 
     def encode(self) -> bytes:
-        return _encoder.encode(
-            _EncodedMoment(
-                hive=self.hive,
-                position=self.position,
-                now_ns=self.now_ns,
-                seconds=self.seconds,
-                last=cast(list[ev.AnyEvent], self.last.events),
-                anew_ns=self.last.anew_ns,
-            )
-        )
+        return _encoder.encode(self)
 
-    @classmethod
-    def decode(cls, body: bytes) -> Self:
-        found = _decoder.decode(body)
-        moment = cls(found.hive, found.position, LastEvents(found.last, found.anew_ns))
-        moment.now_ns, moment.seconds = found.now_ns, found.seconds
-        return moment
+    @staticmethod
+    def decode(body: bytes) -> "Moment":
+        return _decoder.decode(body)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Moment)
 
 
 class Record:

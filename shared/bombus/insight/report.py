@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _write(source: Source, arguments: argparse.Namespace) -> None:
     browser = None if arguments.pdf is None else _browser()
     series = (await read_runs(source)).newest(arguments.name, source.title)
-    await read_answers(source, series)
+    await read_answers(source, series.steps)
     logged = await read_run(source, series.engine, series.run)
     out = arguments.out or Path(f"{series.name}.html")
     out.write_text(page(series, logged, source.title, (await source.end()).seq), encoding="utf-8")

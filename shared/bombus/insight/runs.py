@@ -1,13 +1,15 @@
 """The runs of a log that train on jobs, each folded into figures by step."""
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from bombus.config.job import RunConfig
 from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
+from bombus.hive.checkpoints import where_begun
 from bombus.hive.records import unpack_tokens
 from bombus.hive.state import Hive
 from bombus.replay.diagnosis.answers import SampledAnswer, figures_of
@@ -17,6 +19,13 @@ from bombus.replay.source import NotOnLog, Source
 
 ANSWERS_READ = 128  # number of newest steps whose answers are read: each takes 0.1 s if they are long
 RUNS_KEPT = 100  # the newest runs; each has up to 8 MB
+_STATES: dict[type, str] = {
+    ev.EngineStopped: "stopped",
+    ev.EngineFailed: "failed",
+    ev.EngineSuspended: "suspended",
+    ev.EngineResumed: "running",
+}
+OF_RUNS = frozenset({ev.EngineConfigured, ev.EngineStarted, *_STATES})
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
@@ -31,13 +40,15 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
 
 
 class Runs:
-    """The figures of every run of a job, keyed by names such as `main-2`, oldest first. `note` folds events in order.
+    """The figures of every run of a job as `series`, keyed by names such as `main-2`, oldest first, and the rows of all
+    runs in the table `runs`. `note` folds events in order; for the rows alone, those of `OF_RUNS` are enough.
 
     `hive` is the state before the first event that is noted.
     """
 
     def __init__(self, hive: Hive) -> None:
         self.series: dict[str, RunSeries] = {}
+        self.rows: dict[str, dict[str, Any]] = {}  # the newest of an engine is the last
         self._configured: dict[str, ev.EngineConfigured | None] = {}
         self._current: dict[str, RunSeries] = {}  # by engine
         for state in hive.engines.values():
@@ -51,14 +62,30 @@ class Runs:
             self._configured[event.engine] = event
         elif isinstance(event, ev.EngineStarted):
             self._begin(seq, event)
+        elif (state := _STATES.get(type(event))) is not None:
+            if (row := self._newest_row(event.engine)) is not None:
+                ended = event.at_ns if state in ("stopped", "failed") else None
+                row |= {"state": state, "reason": getattr(event, "reason", None), "ended": ended}
         elif (series := self._current.get(event.engine)) is not None:
             series.note(seq, event)
 
+    def _newest_row(self, engine: str) -> dict[str, Any] | None:
+        return next((row for row in reversed(self.rows.values()) if row["engine"] == engine), None)
+
     def _begin(self, seq: int, started: ev.EngineStarted) -> None:
         self._current.pop(started.engine, None)
+        before = self._newest_row(started.engine)
+        if before is not None and before["ended"] is None:
+            before |= {"state": "over", "ended": started.at_ns}
         config = self._configured.get(started.engine)
-        if config is None or started.base or is_trained_elsewhere(started):
+        kind = "outside" if is_trained_elsewhere(started) else "operations" if started.base else "job"
+        run = f"{started.engine}-{started.run}"
+        row = {"run": run, "engine": started.engine, "number": started.run, "kind": kind, "state": "running"}
+        row |= {"started": started.at_ns or None, "ended": None, "begun": where_begun(started) or None}
+        self.rows[run] = row | {"model": started.base or None}
+        if config is None or kind != "job":
             return
+        self.rows[run] |= {"model": config.model, "config": config.config}
         series = RunSeries(started.engine, started.run, RunConfig.from_json(config.config))
         series.started_ns, series.started_seq = started.at_ns, seq
         self._current[started.engine] = self.series[series.name] = series
@@ -94,13 +121,9 @@ async def read_runs(source: Source, until: int | None = None, progress: Callable
     return runs
 
 
-async def read_answers(source: Source, series: RunSeries) -> None:
-    """Read the sampled answers of the newest steps. Steps whose calls are no longer kept get none."""
-    await read_answers_of(source, series.steps[-ANSWERS_READ:])
-
-
-async def read_answers_of(source: Source, steps: Iterable[StepFigures]) -> None:
-    for figures in steps:
+async def read_answers(source: Source, steps: Sequence[StepFigures]) -> None:
+    """Read the sampled answers of the newest of these steps. Steps whose calls are no longer kept get none."""
+    for figures in steps[-ANSWERS_READ:]:
         try:
             records = await source.records([call for _, _, call in figures.sampled])
         except LogCorrupted:  # the calls were purged, or are not in this archive

@@ -14,7 +14,7 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import Hive
 from bombus.insight.keyframes import Keyframes, moment_at
 from bombus.insight.record import Moment, Record
-from bombus.insight.runs import ANSWERS_READ, read_answers_of
+from bombus.insight.runs import ANSWERS_READ, read_answers
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.source import BusSource, NotOnLog, Source
 
@@ -141,7 +141,7 @@ class LogWatch:
             return
         self._answered |= {row.done_seq for row in unread}
         try:
-            await read_answers_of(source, unread)
+            await read_answers(source, unread)
         except (BombusError, OSError) as error:
             log.warning("the answers of run %s cannot be read: %s", series.name, error)
         record.examine_again(series, unread[0].done_seq)

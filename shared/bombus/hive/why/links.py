@@ -1,11 +1,9 @@
 """What chains are built from: links, the newest events of a log, and a view of a hive at a given time."""
 
-from collections.abc import Iterable
-
 import msgspec
 
 from bombus.figures import duration, seconds_between
-from bombus.hive.events import EpochOpened, Event, LeadingPaused
+from bombus.hive.events import AnyEvent, EpochOpened, Event, LeadingPaused
 from bombus.hive.events.common import HIVE
 from bombus.hive.fold.handlers import EventT
 from bombus.hive.pauses import LATE_NS, TICK_NS, led_ns
@@ -29,7 +27,7 @@ class ChainLink(msgspec.Struct, frozen=True):
     until_ns: int = 0
 
 
-class LastEvents:
+class LastEvents(msgspec.Struct):
     """The newest event of each kind for each engine. It is kept because the state alone does not have all the times and
     reasons in these events.
 
@@ -37,25 +35,20 @@ class LastEvents:
     pause.
     """
 
-    def __init__(self, events: Iterable[Event] = (), anew_ns: int = 0) -> None:
-        self.anew_ns = anew_ns
-        self._found: dict[tuple[str, type[Event]], Event] = {(each.engine, type(each)): each for each in events}
+    found: dict[tuple[str, str], AnyEvent] = {}
+    anew_ns: int = 0
 
-    @property
-    def events(self) -> list[Event]:
-        return list(self._found.values())
-
-    def note(self, event: Event, stored_ns: int = 0) -> None:
+    def note(self, event: AnyEvent, stored_ns: int = 0) -> None:
         """Note an event that was stored at `stored_ns`. That time is needed for a new epoch, whose `at_ns` is the
         previous event's."""
-        self._found[event.engine, type(event)] = event
+        self.found[event.engine, type(event).__name__] = event
         if isinstance(event, EpochOpened) or (
             isinstance(event, LeadingPaused) and event.at_ns - event.since_ns > AWAY_NS
         ):
             self.anew_ns = max(event.at_ns, stored_ns)
 
     def of(self, kind: type[EventT], engine: str = HIVE) -> EventT | None:
-        found = self._found.get((engine, kind))
+        found = self.found.get((engine, kind.__name__))
         return found if isinstance(found, kind) else None
 
     def at_ns(self, kind: type[Event], engine: str = HIVE) -> int:
