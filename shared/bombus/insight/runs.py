@@ -58,16 +58,18 @@ class Runs:
             self._configured[state.name] = state.configured
 
     def note(self, seq: int, event: ev.AnyEvent) -> None:
-        if isinstance(event, ev.EngineConfigured):
+        kind = type(event)
+        if kind not in OF_RUNS:
+            if (series := self._current.get(event.engine)) is not None:
+                series.note(seq, event)
+        elif isinstance(event, ev.EngineConfigured):
             self._configured[event.engine] = event
         elif isinstance(event, ev.EngineStarted):
             self._begin(seq, event)
-        elif (state := _STATES.get(type(event))) is not None:
-            if (row := self._newest_row(event.engine)) is not None:
-                ended = event.at_ns if state in ("stopped", "failed") else None
-                row |= {"state": state, "reason": getattr(event, "reason", None), "ended": ended}
-        elif (series := self._current.get(event.engine)) is not None:
-            series.note(seq, event)
+        elif (row := self._newest_row(event.engine)) is not None:
+            state = _STATES[kind]
+            ended = event.at_ns if state in ("stopped", "failed") else None
+            row |= {"state": state, "reason": getattr(event, "reason", None), "ended": ended}
 
     def _newest_row(self, engine: str) -> dict[str, Any] | None:
         return next((row for row in reversed(self.rows.values()) if row["engine"] == engine), None)
