@@ -9,7 +9,8 @@ import pytest
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
 from bombus.hive.records import unpack_tokens
-from bombus_gateway.access import EpisodeGuard, HeaderMap, HeaderPair
+from bombus.machine.host_names import HeaderPair
+from bombus_gateway.access import EpisodeGuard, HeaderMap
 from bombus_gateway.call.api import ParsedRequest, call_route
 from bombus_gateway.call.calls import AnswerHead, Calls
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage

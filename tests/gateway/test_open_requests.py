@@ -12,7 +12,7 @@ from starlette.types import Message
 from bombus.bus import Bus
 from bombus.errors import Refused
 from bombus.machine.hive_keys import HiveKeys, NamedKey
-from bombus_gateway.access import RawHeaders
+from bombus.machine.host_names import RawHeaders
 from bombus_gateway.keys import Keys
 from bombus_gateway.open_requests import OpenRequest, OpenRequests, places_of, share_by_key
 from bombus_gateway.settings import GatewaySettings

@@ -6,7 +6,6 @@ from random import Random
 import pytest
 
 from bombus.bus import Bus
-from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import Hive
 from bombus.insight.keyframes import Keyframes, moment_at
 from bombus.insight.record import Moment, Record
@@ -41,8 +40,7 @@ async def recorded(source: FileSource, events_apart: int, bytes_max: int = 1 << 
     record = Record(hive, position)
     keyframes = Keyframes(record.live, events_apart, bytes_max)
     async for entry in source.events():
-        evolve(hive, entry.event)
-        record.note(entry.seq, entry.event, entry.time_ns)
+        record.fold(entry.seq, entry.event, entry.time_ns)
         if entry.seq >= keyframes.next:
             keyframes.keep(record.live)
     return record, keyframes

@@ -16,7 +16,9 @@ from bombus.bus import Bus
 from bombus.commands import web
 from bombus.config.flags import Parser
 from bombus.hive import events as ev
-from bombus.hive.events import Event
+from bombus.hive.events import Event, encode_event, kind_of
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive
 from bombus.insight.watch import LogWatch, OpenLog
 from bombus.insight.web.access import guarded
 from bombus.insight.web.app import create_app, with_headers
@@ -42,7 +44,7 @@ async def served(
     bound = listen("127.0.0.1", 0)
     app = with_headers(guarded(create_app(watch), keys or HiveKeys(), bound))
     async with http_server(app, bound, drain_s=0, cut_off=watch.stop_viewing):
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}") as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=60) as client:
             yield client, watch
         await watch.close()
 
@@ -134,6 +136,47 @@ async def test_a_running_hive_is_followed_and_the_page_is_told_that_there_is_som
         assert (await client.get("/run/main-1")).status_code == 200
 
 
+async def test_a_burst_of_events_is_read_in_bulk_and_one_of_a_newer_release_is_left_out(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bombus.bus.reader.BULK_MESSAGES", 100)
+    caplog.set_level("INFO")
+    events = list(story_events(6))[:600]
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Source]:
+        yield BusSource(bus, "hive", running=True)
+
+    await write_events(bus, events[:20])
+    async with served(opened) as (client, watch):
+        await ready(client, watch)
+        await write_events(bus, events[20:], first=21)
+        unknown = encode_event(events[0]).replace(kind_of(events[0]).encode(), b"x" * len(kind_of(events[0])))
+        await bus.publisher.publish(bus.subjects.event("main", "x"), unknown, msg_id="x")
+        await until(lambda: watch.position == len(events) + 1)
+        assert watch.record is not None
+        whole = Hive()
+        for event in events:
+            evolve(whole, event)
+        assert watch.record.live.hive == whole
+        assert (await client.get("/")).status_code == 200
+    assert "in bulk" in caplog.text
+    assert "leaves out such events" in caplog.text
+
+
+async def test_a_run_says_which_steps_are_kept_where_it_has_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bombus.replay.diagnosis.steps.STEPS_KEPT", 5)
+    write_archive(tmp_path / "run", list(story_events(12)))
+    async with served(archive(tmp_path / "run")) as (client, watch):
+        await ready(client, watch)
+        assert "steps 8 to 12" in (await client.get("/run/main-1")).text
+        earlier = (await client.get("/run/main-1", params={"at": 300})).text
+        assert "none of its steps that are kept, 8 to 12" in earlier
+        assert "steps 8 to 12 are kept" in (await client.get("/run/main-1/step/3")).text
+
+
 async def test_nothing_is_read_until_somebody_looks_and_nothing_is_kept_after_nobody_does() -> None:
     async with served(archive(), idle_s=0.2) as (client, watch):
         assert watch.source is None
@@ -168,7 +211,7 @@ async def test_every_answer_forbids_what_is_not_its_own() -> None:
         assert not re.search(r"""(src|href|action)=["']?(https?:|//)""", page)
 
 
-async def test_scripts_are_kept_by_browsers_since_their_names_change_with_them() -> None:
+async def test_the_scripts_that_draw_charts_are_kept_by_browsers_since_their_address_has_their_version() -> None:
     async with served(archive()) as (client, _):
         script = await client.get("/static/vega.js?1")
         assert "immutable" in script.headers["cache-control"]

@@ -4,12 +4,9 @@ The hive's keys are sent as `Authorization: Bearer <key>` or as `x-api-key: <key
 `/k/<key>` before the path.
 """
 
-import hmac
-import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from urllib.parse import urlsplit
 
 from fastapi import Request
 from fastapi.openapi.models import HTTPBearer
@@ -19,16 +16,12 @@ from starlette.types import Scope
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import KEY_PREFIX
 from bombus.hive.shares import share_name
-from bombus.machine.hive_keys import HiveKeys
+from bombus.machine.hive_keys import HiveKeys, matching, presented
+from bombus.machine.host_names import RawHeaders, foreign_page
 from bombus_gateway.keys import KeyClaims, Keys
 
 PATH_KEY = "/k/"
-SDK_PREFIX = b"tml-"  # Tinker's client requires this prefix, so it may be put before a hive's key
 
-FOREIGN_SITES = ("cross-site", "same-site")  # values of Sec-Fetch-Site, a header that browsers send
-
-HeaderPair = tuple[bytes, bytes]
-RawHeaders = Iterable[HeaderPair]  # as passed by ASGI
 HeaderMap = dict[bytes, bytes]
 
 
@@ -98,10 +91,10 @@ class Guard(SecurityBase):
         """Return why a request with these headers may not pass, or None if it may."""
         if not self._opening:
             return self._foreign_page(headers)
-        presented = _presented(headers)
-        if _found(presented, self._opening) is not None:
+        sent = presented(headers)
+        if matching(sent, self._opening) is not None:
             return None
-        found = "another key was sent" if presented else "no key was sent"
+        found = "another key was sent" if sent else "no key was sent"
         return Refused(
             Code.BAD_KEY,
             f"This route needs the hive's {self._name} key, but {found}: send it as `Authorization: Bearer <key>` or "
@@ -111,30 +104,13 @@ class Guard(SecurityBase):
     def holder(self, headers: RawHeaders) -> KeyHolder:
         """Return the holder of the key in an accepted request, or `NOBODY` if the key is unnamed or the request has
         none."""
-        return _found(_presented(headers), self._known) or NOBODY
+        return matching(presented(headers), self._known) or NOBODY
 
     def _foreign_page(self, headers: RawHeaders) -> Refused | None:
-        """Return the refusal of a request made by another site's web page, or None for any other request.
-
-        A route that needs no key trusts its machine or network. But browsers there also run other sites' pages, which
-        can post to this route, or point a domain name of their own at it. Browsers send the page's site in `Origin`,
-        which other clients do not send. For images and links, browsers omit `Origin`. If the hive is on the browser's
-        own machine, the browser says in `Sec-Fetch-Site` that the page is from another site, and names the page in
-        `Referer`. The other site cannot read a page that is opened through a link, so links to routes that change
-        nothing are allowed.
-        """
-        named = {name: value.decode("latin-1") for name, value in headers}
-        origin = named.get(b"origin", "")
-        if not origin and self._changing_get:
-            origin = _origin_of(named.get(b"referer", ""))
-        if origin:
-            is_foreign = origin != self._public_url and not _is_own_page(origin, named.get(b"host", ""))
-        else:
-            is_link = named.get(b"sec-fetch-mode", "") == "navigate" and not self._changing_get
-            is_foreign = named.get(b"sec-fetch-site", "") in FOREIGN_SITES and not is_link
-        if not is_foreign:
+        """Return the refusal of a request made by another site's web page, or None for any other request."""
+        page = foreign_page(headers, self._public_url, self._changing_get)
+        if not page:
             return None
-        page = f"A web page from {origin[:200]!r}" if origin else "A web page from another site"
         return Refused(
             Code.BAD_KEY,
             f"{page} may not use this hive. If that is the hive's own address, start the gateway with it as "
@@ -166,12 +142,12 @@ def episode_key(headers: Mapping[bytes, bytes]) -> str:
 
     Raises `Refused` BAD_KEY if the request has neither.
     """
-    presented = [key.decode("latin-1") for key in _presented(headers.items()) if key]
-    if not presented:
+    sent = [key.decode("latin-1") for key in presented(headers.items()) if key]
+    if not sent:
         raise Refused(
             Code.BAD_KEY, f"Send an episode's key as 'Authorization: Bearer {KEY_PREFIX}...' or as 'x-api-key'."
         )
-    return next((key for key in presented if key.startswith(KEY_PREFIX)), presented[0])
+    return next((key for key in sent if key.startswith(KEY_PREFIX)), sent[0])
 
 
 def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
@@ -183,39 +159,3 @@ def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
         for name, each in keys.clients.items()
     }
     return {**named, keys.client: NOBODY, keys.admin: OPERATOR}
-
-
-def _found(presented: Sequence[bytes], among: Mapping[bytes, KeyHolder]) -> KeyHolder | None:
-    """Return the holder of the first presented key that is in `among`, or None."""
-    matching = (holder for key, holder in among.items() for each in presented if hmac.compare_digest(each, key))
-    return next(matching, None)
-
-
-def _presented(headers: RawHeaders) -> list[bytes]:
-    found: list[bytes] = []
-    for name, value in headers:
-        if name == b"x-api-key":
-            found.append(value.strip())
-        elif name == b"authorization":
-            scheme, _, key = value.partition(b" ")
-            if scheme.lower() == b"bearer":
-                found.append(key.strip())
-    return [*found, *(key.removeprefix(SDK_PREFIX) for key in found if key.startswith(SDK_PREFIX))]
-
-
-def _origin_of(page: str) -> str:
-    """Return the origin in a page's address, or "" for an empty address."""
-    scheme, _, rest = page.partition("://")
-    return f"{scheme}://{rest.partition('/')[0]}" if page else ""
-
-
-def _is_own_page(origin: str, host: str) -> bool:
-    """Return whether a page's origin is the host to which its request went. A domain name never counts, as it could be
-    rebound."""
-    try:
-        page = urlsplit(origin)
-        if page.hostname != "localhost":
-            ipaddress.ip_address(page.hostname or "")
-    except ValueError:
-        return False
-    return page.netloc == host

@@ -8,8 +8,9 @@ from starlette.types import Message, Receive
 
 from bombus.errors import Code, Refused
 from bombus.hive.shares import has_share
+from bombus.machine.host_names import RawHeaders
 from bombus.machine.http_server import connections_max
-from bombus_gateway.access import RawHeaders, episode_key
+from bombus_gateway.access import episode_key
 from bombus_gateway.context import Gateway
 from bombus_gateway.settings import GatewaySettings
 

@@ -4,7 +4,9 @@ A browser draws a specification with the scripts in the package `vl-convert-pyth
 PDF without a browser.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -26,7 +28,7 @@ ROWS_MAX = 500  # steps of a chart in a browser, which is slow to draw more
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """What a chart shows. `metrics` are names of figures (see `step_metrics`), or prefixes that end in `*`.
+    """What a chart shows. `metrics` are names of figures (see `step_metrics`), or patterns with a `*`.
 
     A figure `NAME/mean` is drawn with a band of one standard deviation where `NAME/std` is known.
     """
@@ -83,39 +85,32 @@ OF: dict[str, Chart] = {chart.key: chart for chart in CHARTS}
 
 
 def points(chart: Chart, series: RunSeries, axis: Axis = "step", until: int | None = None) -> list[dict[str, Any]]:
-    """Return the points of a chart for one run: `x`, `y`, `figure` and, for a band, `low` and `high`.
-
-    `until` is the position of the log that is shown: later steps and evaluations are left out.
-    """
-    if chart.by_version:
-        played = (each for each in series.evaluated if until is None or each.seq <= until)
-        rows: Iterable[tuple[float, Mapping[str, float]]] = evaluation_metrics(played).items()
-    else:
-        rows = _rows(series, axis, until)
-    return [point for x, metrics in rows for point in _points(chart, x, metrics)]
+    """Return the points of one chart for one run, as `all_points` does, of all its steps."""
+    return all_points(series, axis, until, rows_max=len(series.steps) + 1)[chart.key]
 
 
 def all_points(
     series: RunSeries, axis: Axis, until: int | None, after: int = 0, rows_max: int = ROWS_MAX
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the points of every chart for one run, by the chart's key, of the steps after event `after`.
+    """Return the points of every chart for one run, by the chart's key, of the steps after event `after`: `x`, `y`,
+    `figure` and, for a band, `low` and `high`.
 
-    At most about `rows_max` steps are shown, evenly spread and with the newest. Charts by version are always complete.
+    `until` is the position of the log that is shown: later steps and evaluations are left out. At most about `rows_max`
+    steps are shown, evenly spread and with the newest. Charts by version are always complete.
     """
     rows = [(x, row) for x, row in _placed(series, axis, until) if row.done_seq > after]
     apart = 1 + len(rows) // rows_max
-    figures = [(x, step_metrics(row)) for x, row in rows[:-1:apart] + rows[-1:]]
-    found: dict[str, list[dict[str, Any]]] = {}
-    for chart in CHARTS:
-        if chart.by_version:
-            found[chart.key] = points(chart, series, axis, until)
-        else:
-            found[chart.key] = [point for x, metrics in figures for point in _points(chart, x, metrics)]
+    by_step = [(False, x, step_metrics(row)) for x, row in rows[:-1:apart] + rows[-1:]]
+    played = (each for each in series.evaluated if until is None or each.seq <= until)
+    by_version = [(True, version, metrics) for version, metrics in evaluation_metrics(played).items()]
+    found: dict[str, list[dict[str, Any]]] = {chart.key: [] for chart in CHARTS}
+    for is_by_version, x, metrics in by_step + by_version:
+        for name, y in metrics.items():
+            deviation = metrics.get(f"{name.removesuffix('/mean')}/std") if name.endswith("/mean") else None
+            band = {} if deviation is None else {"low": y - deviation, "high": y + deviation}
+            for chart in _charts_with(name, is_by_version):
+                found[chart.key].append({"x": x, "y": y, "figure": name, **band})
     return found
-
-
-def _rows(series: RunSeries, axis: Axis, until: int | None) -> Iterator[tuple[float, dict[str, float]]]:
-    return ((x, step_metrics(row)) for x, row in _placed(series, axis, until))
 
 
 def _placed(series: RunSeries, axis: Axis, until: int | None) -> Iterator[tuple[float, StepFigures]]:
@@ -129,27 +124,16 @@ def _placed(series: RunSeries, axis: Axis, until: int | None) -> Iterator[tuple[
         yield {"step": row.step, "version": row.step, "minutes": minutes, "tokens": tokens}[axis], row
 
 
-def _points(chart: Chart, x: float, metrics: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    for name, y in metrics.items():
-        if not shows(chart, name):
-            continue
-        point = {"x": x, "y": y, "figure": name}
-        deviation = metrics.get(f"{name.removesuffix('/mean')}/std") if name.endswith("/mean") else None
-        if deviation is not None:
-            point |= {"low": y - deviation, "high": y + deviation}
-        yield point
+@lru_cache(10_000)
+def _charts_with(name: str, by_version: bool) -> list[Chart]:
+    return [chart for chart in CHARTS if chart.by_version == by_version and shows(chart, name)]
 
 
 def shows(chart: Chart, name: str) -> bool:
     """Return whether a chart shows a figure. Deviations are shown as bands, and counts of evaluations not at all."""
     if name.endswith(("/std", "/episodes")):
         return False
-    return any(_matches(pattern, name) for pattern in chart.metrics)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    start, star, end = pattern.partition("*")
-    return name == pattern if not star else name.startswith(start) and name.endswith(end)
+    return any(fnmatchcase(name, pattern) for pattern in chart.metrics)
 
 
 def spec(
@@ -199,9 +183,8 @@ def histogram(bins: Sequence[Mapping[str, Any]]) -> Spec:
         "data": {"values": list(bins)},
         "mark": {"type": "bar", "cursor": "pointer"},
         "encoding": {
-            "x": {"field": "low", "type": "quantitative", "bin": "binned", "title": "reward"}
-            if len(bins) > 1
-            else {"field": "low", "type": "ordinal", "title": "reward"},
+            "x": {"field": "low", "title": "reward"}
+            | ({"type": "quantitative", "bin": "binned"} if len(bins) > 1 else {"type": "ordinal"}),
             **({"x2": {"field": "high"}} if len(bins) > 1 else {}),
             "y": {"field": "episodes", "type": "quantitative", "title": "episodes"},
             "href": {"field": "href", "type": "nominal"},

@@ -5,7 +5,6 @@ another seed would change: for that, compare several runs of each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from math import inf, sqrt
 from typing import Any
 
@@ -13,7 +12,7 @@ import msgspec
 
 from bombus.config.job import RunConfig
 from bombus.insight.metrics import step_metrics
-from bombus.replay.diagnosis.statistics import Spread
+from bombus.replay.diagnosis.statistics import Spread, noise, total
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 
 NORMAL_95 = 1.96
@@ -93,29 +92,12 @@ def _difference(
 ) -> FigureDifference:
     means = (sum(values[0]) / len(steps), sum(values[1]) / len(steps))
     if name == "reward/mean":
-        variances = [_variance_of_groups(of) for of in rows]
+        groups = [total([each for row in of for each in row.data_sets.values()], Spread) for of in rows]
+        variances = [each.variance / (each.count - 1) for each in groups if each.count > 1]
     else:
-        variances = [_variance_of_changes(of) for of in values]
-    known = [variance for variance in variances if variance is not None]
-    if len(known) < 2:
+        variances = [noise(of) ** 2 / len(of) for of in values if len(of) > 2]
+    if len(variances) < 2:
         return FigureDifference(name, steps[0], steps[-1], means)
-    margin = NORMAL_95 * sqrt(sum(known))
+    margin = NORMAL_95 * sqrt(sum(variances))
     difference = means[1] - means[0]
     return FigureDifference(name, steps[0], steps[-1], means, difference - margin, difference + margin)
-
-
-def _variance_of_groups(rows: Sequence[StepFigures]) -> float | None:
-    """Return the variance of the mean reward over some steps, with groups as the independent units."""
-    total = Spread()
-    for row in rows:
-        for spread in row.data_sets.values():
-            total = Spread(total.total + spread.total, total.count + spread.count, total.squares + spread.squares)
-    return total.variance / (total.count - 1) if total.count > 1 else None
-
-
-def _variance_of_changes(values: Sequence[float]) -> float | None:
-    """Return the variance of the mean of values, estimated from their successive differences (von Neumann 1941)."""
-    if len(values) < 3:
-        return None
-    changes = [later - earlier for earlier, later in pairwise(values)]
-    return sum(change * change for change in changes) / (2 * len(changes)) / len(values)

@@ -44,10 +44,6 @@ class Moment(msgspec.Struct):
     def fold(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
         """Fold the event at `position`, which was stored at `stored_ns`."""
         evolve(self.hive, event)
-        self.note(position, event, stored_ns)
-
-    def note(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
-        """Note an event that is already folded into `hive`."""
         self.last.note(event, stored_ns)
         self.position, self.now_ns = position, max(self.hive.now_ns, stored_ns)
         if isinstance(event, ev.CallsNoted):
@@ -83,7 +79,7 @@ _decoder = msgspec.msgpack.Decoder(Moment)
 
 class Record:
     """The state after the newest event of a log, as `live`, and the runs. `first` is the earliest position that can be
-    shown. Call `note` with each event in order, after it was folded into `live.hive`.
+    shown. Call `fold` with each event in order.
 
     What a run had at an earlier position is a prefix of its series: its steps have increasing `done_seq`.
     """
@@ -97,8 +93,8 @@ class Record:
         self._claims: dict[str, tuple[array[int], array[int]]] = {}
         self._found: dict[str, dict[int, list[RunFinding]]] = {}  # by run and `done_seq`
 
-    def note(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
-        self.live.note(position, event, stored_ns)
+    def fold(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
+        self.live.fold(position, event, stored_ns)
         self.runs.note(position, event)
         if isinstance(event, ev.EpisodeClaimed) and event.episodes:
             stem, number = _parts(event.episodes[0])
@@ -124,7 +120,7 @@ class Record:
     def examine_again(self, series: RunSeries, since: int) -> None:
         """Forget the findings of the steps from event `since` on, whose answers are known by now."""
         known = self._found.get(series.name, {})
-        for seq in [seq for seq in known if seq >= since]:
+        for seq in [seq for seq in list(known) if seq >= since]:  # a thread may add some
             del known[seq]
 
     def runs_at(self, position: int) -> list[RunSeries]:

@@ -4,22 +4,23 @@ import argparse
 import asyncio
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError
 from bombus.figures import duration, one_line
-from bombus.insight.charts import CHARTS, all_points, spec
+from bombus.insight.charts import CHARTS, Chart, all_points, spec
 from bombus.insight.drawing import svg
 from bombus.insight.runs import add_run_argument, read_answers, read_runs
+from bombus.insight.web.pages import render
 from bombus.replay.diagnosis.diagnose import diagnose
 from bombus.replay.diagnosis.steps import STEPS_KEPT, RunSeries
 from bombus.replay.logged_run import LoggedRun, read_run
@@ -60,21 +61,19 @@ async def _write(source: Source, arguments: argparse.Namespace) -> None:
     out.write_text(page(series, logged, source.title, (await source.end()).seq), encoding="utf-8")
     say(f"{out}: {len(series.steps)} steps of {series.name}")
     if browser is not None:
-        await _print(browser, out, arguments.pdf)
+        await asyncio.to_thread(_print, browser, out, arguments.pdf)
         say(f"{arguments.pdf}: the same, printed")
 
 
 def page(series: RunSeries, logged: LoggedRun, title: str, end: int) -> str:
     """Return the page. `title` says where the log is stored, and `end` is the position of its last event."""
-    findings = diagnose(series.steps, series.job)
-    environment = Environment(
-        loader=PackageLoader("bombus.insight", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    return environment.get_template("report.html").render(
+    return render(
+        "report.html",
         name=series.name,
+        style=Markup((resources.files("bombus.insight.web") / "static" / "page.css").read_text()),
         summary=_summary(series),
-        findings=findings,
-        no_findings="No problem was found.",
+        steps=series.steps,
+        findings=diagnose(series.steps, series.job),
         charts=list(_charts(series)),
         model=logged.job.model.path,
         begun=logged.begun,
@@ -102,41 +101,31 @@ def _summary(series: RunSeries) -> str:
     return f"Steps {first.step} to {last.step}{took}, until {date(last.done_ns)} {clock(last.done_ns)}"
 
 
-def _charts(series: RunSeries) -> Iterator[tuple[Any, Markup | None, dict[str, Any]]]:
-    points = all_points(series, "step", None, rows_max=STEPS_KEPT + 1)
-    for chart in CHARTS:
-        found = points[chart.key]
+def _charts(series: RunSeries) -> Iterator[tuple[Chart, Markup | None, list[str], list[tuple[str, list[str]]]]]:
+    """Yield each chart, drawn, with the names of its figures and the rows of its table."""
+    for chart, found in zip(CHARTS, all_points(series, "step", None, rows_max=STEPS_KEPT + 1).values(), strict=True):
         drawn = Markup(svg(spec(chart, found, width=CHART_WIDTH))) if found else None  # its texts are escaped
         figures = list(dict.fromkeys(point["figure"] for point in found))
-        by_x: dict[float, dict[str, float]] = {}
+        by_x: dict[float, dict[str, str]] = {}
         for point in found:
-            by_x.setdefault(point["x"], {})[point["figure"]] = point["y"]
-        rows = [(f"{x:g}", [_number(values.get(figure)) for figure in figures]) for x, values in by_x.items()]
-        yield chart, drawn, {"figures": figures, "rows": rows}
+            by_x.setdefault(point["x"], {})[point["figure"]] = f"{point['y']:.6g}"
+        rows = [(f"{x:g}", [values.get(figure, "") for figure in figures]) for x, values in by_x.items()]
+        yield chart, drawn, figures, rows
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-def _version(logged: LoggedRun, number: int) -> dict[str, Any]:
+def _version(logged: LoggedRun, number: int) -> tuple[str | int, ...]:
+    """Return the version, its batch and number of groups, and the digests of its checkpoint and its weights."""
     step, done, ready = logged.steps.get(number), logged.checkpoints.get(number), logged.versions.get(number)
-    return {
-        "version": number,
-        "batch": f"event {step.seq}" if step else "",
-        "groups": len(step.batch.groups) or len(step.batch.rollout_groups) if step else "",
-        "checkpoint": done.checkpoint_digest if done else "",
-        "weights": ready.weights.sha256 if ready else "",
-    }
+    batch = (f"event {step.seq}", len(step.batch.groups) or len(step.batch.rollout_groups)) if step else ("", "")
+    return number, *batch, done.checkpoint_digest if done else "", ready.weights.sha256 if ready else ""
 
 
-def _again(series: RunSeries, logged: LoggedRun) -> list[str]:
-    lines = ["# the same job, with new episodes:", f"bombus up --config job.yaml --engine {series.engine}"]
+def _again(series: RunSeries, logged: LoggedRun) -> str:
+    text = f"# the same job, with new episodes:\nbombus up --config job.yaml --engine {series.engine}"
     if logged.steps:
-        step = min(logged.steps)
-        lines += ["# the same batches from the log, to the same bytes:"]
-        lines += [f"bombus replay train --engine {series.engine} --run {series.run} --step {step}"]
-    return lines
+        text += "\n# the same batches from the log, to the same bytes:\nbombus replay train"
+        text += f" --engine {series.engine} --run {series.run} --step {min(logged.steps)}"
+    return text
 
 
 def _browser() -> str:
@@ -149,28 +138,16 @@ def _browser() -> str:
     return found
 
 
-async def _print(browser: str, page: Path, pdf: Path) -> None:
+def _print(browser: str, page: Path, pdf: Path) -> None:
     """Print a page to a PDF file. Raises `BombusError` if the browser fails."""
     with tempfile.TemporaryDirectory() as profile:
         options = ["--headless", "--disable-gpu", "--no-pdf-header-footer", f"--user-data-dir={profile}"]
         options += ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to sandbox what root starts
-        process = await asyncio.create_subprocess_exec(
-            browser,
-            *options,
-            f"--print-to-pdf={pdf.absolute()}",
-            page.absolute().as_uri(),
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        command = [browser, *options, f"--print-to-pdf={pdf.absolute()}", page.absolute().as_uri()]
         try:
-            async with asyncio.timeout(PRINT_S):
-                _, complaint = await process.communicate()
-        except TimeoutError:
+            done = subprocess.run(command, capture_output=True, timeout=PRINT_S)
+        except subprocess.TimeoutExpired:
             raise BombusError(f"{browser} did not print the page within {PRINT_S:.0f} s") from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-    if process.returncode or not pdf.is_file():
-        last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
+    if done.returncode or not pdf.is_file():
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
         raise BombusError(f"{browser} could not print the page: {one_line(last[0])}")

@@ -6,12 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 
-from bombus.bus import ServerRefused
-from bombus.bus.follow import Follower
-from bombus.errors import BombusError, BusUnavailable, StreamEndLost
-from bombus.hive.events import AnyEvent
-from bombus.hive.fold.evolve import evolve
-from bombus.hive.state import Hive
+from bombus.bus import Bus, Reader, ServerRefused, Stored
+from bombus.bus.follow import read_event
+from bombus.errors import BombusError, BusUnavailable, NewerEvent, StreamEndLost
 from bombus.insight.keyframes import Keyframes, moment_at
 from bombus.insight.record import Moment, Record
 from bombus.insight.runs import ANSWERS_READ, read_answers
@@ -22,6 +19,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 300.0
 RETRY_S = 2.0
+PAUSE_S = 0.5  # between two times that new events are read, and that viewers are told of them
 SLICE = 256  # events that are folded before other tasks may go on
 MOMENTS_KEPT = 4
 
@@ -45,6 +43,7 @@ class LogWatch:
         self._idle_s = idle_s
         self._viewers = 0
         self._keyframes: Keyframes | None = None
+        self._newest: Stored | None = None  # the event that was read last
         self._moments: dict[int, Moment] = {}
         self._answered: set[int] = set()  # steps, by `done_seq`
         self._reading: asyncio.Task[None] | None = None
@@ -157,9 +156,9 @@ class LogWatch:
                 async with self._open_log() as source:
                     self.end, self.source = (await source.end()).seq, source
                     self.error = ""
-                    await (self._follow(source) if source.running else self._read(source))
+                    await self._read(source)
                     await asyncio.Event().wait()  # the source stays open for pages that read episodes
-            except (BusUnavailable, ServerRefused, StreamEndLost) as error:
+            except (BusUnavailable, NotOnLog, ServerRefused, StreamEndLost) as error:
                 self._failed(str(error))
                 await asyncio.sleep(RETRY_S)
             except (BombusError, OSError, ValueError) as error:
@@ -177,7 +176,7 @@ class LogWatch:
         self._notify()
 
     def _forget(self) -> None:
-        self.source = self.record = None
+        self.source = self.record = self._newest = None
         self.is_ready = False
         self._moments.clear()
         self._answered.clear()
@@ -188,57 +187,54 @@ class LogWatch:
             self._keyframes = None
 
     async def _read(self, source: Source) -> None:
+        """Fold the log up to its present end, and then what a running hive adds."""
         hive, position = await source.base()
-        self._begin(position, hive)
-        async with aclosing(source.events(position)) as entries:
-            async for entry in entries:
-                evolve(hive, entry.event)
-                self._take(entry.seq, entry.event, entry.time_ns)
-                if entry.seq % SLICE == 0:
-                    await asyncio.sleep(0)
-        self.is_ready = True
-        self._notify()
-
-    async def _follow(self, source: Source) -> None:
-        assert isinstance(source, BusSource)
-
-        def on_start(position: int, hive: Hive) -> None:
-            self._begin(position, follower.hive)
-
-        def on_event(position: int, event: AnyEvent) -> None:
-            self._take(position, event, follower.stored_ns)
-
-        follower = Follower(source.bus, on_event, on_start)
-        following = asyncio.create_task(follower.run())
-        try:
-            await asyncio.wait(
-                {following, asyncio.ensure_future(follower.wait_position(self.end, None))},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            self.is_ready = not following.done()
-            self._notify()
-            await following
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-
-    def _begin(self, position: int, hive: Hive) -> None:
-        if self._keyframes is not None:
-            self._keyframes.close()
         self._moments.clear()
         self.record = Record(hive, position)
         self._keyframes = Keyframes(self.record.live)
+        async with aclosing(source.in_order(position)) as messages:
+            async for stored in messages:
+                self._take(stored)
+                if stored.seq % SLICE == 0:
+                    self._notify()
+                    await asyncio.sleep(0)
+        self.is_ready = True
         self._notify()
+        if isinstance(source, BusSource) and source.running:
+            await self._follow(source.bus)
 
-    def _take(self, position: int, event: AnyEvent, stored_ns: int) -> None:
+    async def _follow(self, bus: Bus) -> None:
+        """Fold what is new, at most once every `PAUSE_S` seconds, and each time all of it with a new reader: what has
+        piled up is read in bulk, which takes a fifth of the CPU of messages that arrive one by one."""
+        while True:
+            await asyncio.sleep(PAUSE_S)
+            end = (await bus.state(bus.subjects.events_stream)).last_seq
+            after = None if self._newest is None else self._newest.place
+            async with Reader(bus, bus.subjects.events_stream, self.position + 1, after=after) as reader:
+                while True:
+                    for stored in await reader.read(SLICE):
+                        self._take(stored)
+                    if self.position >= end:
+                        break
+                    await asyncio.sleep(0)
+            self._notify()
+
+    def _take(self, stored: Stored) -> None:
         assert self.record is not None
         assert self._keyframes is not None
-        self.record.note(position, event, stored_ns)
-        if position >= self._keyframes.next:
+        if stored.seq != self.position + 1:
+            raise NotOnLog(f"the log was compacted beyond event {self.position}: it is read again")
+        self._newest = stored
+        try:
+            self.record.fold(stored.seq, read_event(stored), stored.written_ns)
+        except NewerEvent as error:
+            if not self.is_running:
+                raise
+            log.warning("%s. The page leaves out such events until then", error)
+            self.record.live.position = stored.seq
+        if stored.seq >= self._keyframes.next:
             self._keyframes.keep(self.record.live)
-        self._notify()
 
     def _notify(self) -> None:
-        if self._viewers:
-            self.changed.set()
+        self.changed.set()
         self.changed = asyncio.Event()

@@ -4,15 +4,17 @@ Episodes have separate keys, which gateways sign and agents use.
 """
 
 import argparse
+import hmac
 import ipaddress
 import logging
 import os
 import re
 import socket
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -27,6 +29,8 @@ ADMIN_VARIABLE, CLIENT_VARIABLE, CLIENTS_VARIABLE = KEY_VARIABLES = (
     "BOMBUS_CLIENT_KEYS",
 )
 NAMED_KEYS_MAX = 1000
+T = TypeVar("T")
+SDK_PREFIX = b"tml-"  # Tinker's client requires this prefix, so it may be put before a hive's key
 _FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # only characters that need no escaping in a header or a path
 
 
@@ -197,3 +201,22 @@ def _is_loopback(host: str) -> bool:
     except OSError as error:
         raise Refused(Code.BAD_CONFIG, f"Cannot listen at {host}: {error.strerror}.") from error
     return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
+
+
+def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return the keys in a request's headers."""
+    found: list[bytes] = []
+    for name, value in headers:
+        if name == b"x-api-key":
+            found.append(value.strip())
+        elif name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                found.append(key.strip())
+    return [*found, *(key.removeprefix(SDK_PREFIX) for key in found if key.startswith(SDK_PREFIX))]
+
+
+def matching(sent: Sequence[bytes], among: Mapping[bytes, T]) -> T | None:
+    """Return the value of the first key that is among those sent, or None. It takes the same time for wrong keys."""
+    found = (value for key, value in among.items() for each in sent if hmac.compare_digest(each, key))
+    return next(found, None)

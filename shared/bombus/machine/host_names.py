@@ -20,6 +20,9 @@ AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
 AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
+HeaderPair = tuple[bytes, bytes]
+RawHeaders = Iterable[HeaderPair]  # as passed by ASGI
+FOREIGN_SITES = ("cross-site", "same-site")  # values of Sec-Fetch-Site, a header that browsers send
 ACCEPTED_KEPT = 256  # how many values of `Host` are remembered; values differ in their ports
 
 
@@ -80,6 +83,45 @@ def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
         return ipaddress.ip_address(name)
     except ValueError:
         return None
+
+
+def foreign_page(headers: RawHeaders, public_url: str = "", changing_get: bool = False) -> str:
+    """Return which web page of another site has made a request, in words, or "" for any other request.
+
+    A route that needs no key trusts its machine or network. But browsers there also run other sites' pages, which can
+    post to this route, or point a domain name of their own at it. Browsers send the page's site in `Origin`, which
+    other clients do not send. For images and links, browsers omit `Origin`. If the server is on the browser's own
+    machine, the browser says in `Sec-Fetch-Site` that the page is from another site, and names the page in `Referer`.
+    The other site cannot read a page that is opened through a link, so links to routes that change nothing are allowed.
+    """
+    named = {name: value.decode("latin-1") for name, value in headers}
+    origin = named.get(b"origin", "")
+    if not origin and changing_get:
+        origin = _origin_of(named.get(b"referer", ""))
+    if origin:
+        is_foreign = origin != public_url and not _is_own_page(origin, named.get(b"host", ""))
+        return f"A web page from {origin[:200]!r}" if is_foreign else ""
+    is_link = named.get(b"sec-fetch-mode", "") == "navigate" and not changing_get
+    is_foreign = named.get(b"sec-fetch-site", "") in FOREIGN_SITES and not is_link
+    return "A web page from another site" if is_foreign else ""
+
+
+def _origin_of(page: str) -> str:
+    """Return the origin in a page's address, or "" for an empty address."""
+    scheme, _, rest = page.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}" if page else ""
+
+
+def _is_own_page(origin: str, host: str) -> bool:
+    """Return whether a page's origin is the host to which its request went. A domain name never counts, as it could be
+    rebound."""
+    try:
+        page = urlsplit(origin)
+        if page.hostname != "localhost":
+            ipaddress.ip_address(page.hostname or "")
+    except ValueError:
+        return False
+    return page.netloc == host
 
 
 async def _refuse(host: str, send: AsgiSend) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from bombus.errors import Refused
-from bombus_gateway.access import HeaderPair
+from bombus.machine.host_names import HeaderPair
 from bombus_gateway.anthropic.request import INVALID_JSON
 from bombus_gateway.call.calls import AnswerHead
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage

@@ -14,8 +14,9 @@ import msgspec
 from starlette.types import ASGIApp, Receive
 
 from bombus import telemetry
+from bombus.machine.host_names import HeaderPair
 from bombus_gateway import limits
-from bombus_gateway.access import EpisodeGuard, HeaderMap, HeaderPair, episode_key
+from bombus_gateway.access import EpisodeGuard, HeaderMap, episode_key
 from bombus_gateway.call.calls import AnswerHead, Call, Calls, RecordedAnswer
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.http import ErrorEncoder, Responder, route

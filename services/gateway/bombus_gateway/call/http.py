@@ -10,9 +10,10 @@ from prometheus_client import Counter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
+from bombus.machine.host_names import HeaderPair
 from bombus.machine.http_limits import HUNG_UP
 from bombus_gateway import limits
-from bombus_gateway.access import HeaderMap, HeaderPair
+from bombus_gateway.access import HeaderMap
 from bombus_gateway.call.calls import HungUp
 from bombus_gateway.call.replica_client import ReplicaGone
 from bombus_gateway.refusals import ERROR_HEADERS

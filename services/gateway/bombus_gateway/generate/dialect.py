@@ -10,7 +10,8 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import FinishReason
-from bombus_gateway.access import HeaderMap, HeaderPair
+from bombus.machine.host_names import HeaderPair
+from bombus_gateway.access import HeaderMap
 from bombus_gateway.atropos.refusals import write_refusal
 from bombus_gateway.atropos.vllm_generate import (
     ScoredPrompt,

@@ -12,7 +12,8 @@ from bombus.hive.operations.owners import is_anothers_name, seen_model, seen_ses
 from bombus.hive.operations.state import ClientModel, TrainingSession
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
-from bombus_gateway.access import KeyHolder, RawHeaders
+from bombus.machine.host_names import RawHeaders
+from bombus_gateway.access import KeyHolder
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.operations.bases import Bases, base_names, is_replaceable, plain_job

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from bombus_gateway.access import HeaderPair
+from bombus.machine.host_names import HeaderPair
 from bombus_gateway.call.calls import AnswerHead
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.responses.output import (

@@ -3,21 +3,23 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import cache
+from typing import Any
 
 import msgspec
+import vl_convert
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
-from bombus.insight.watch import LogWatch
+from bombus.insight.watch import PAUSE_S, LogWatch
 from bombus.insight.web import compare, episode, now, run, step
-from bombus.insight.web.pages import static
 from bombus.machine.host_names import AsgiApp, AsgiMessage, AsgiReceive, AsgiSend
 
 PAGES = (now, run, step, episode, compare)  # each has `ROUTES`
-PAUSE_S = 0.5  # between two changes that a page is told of
 SILENCE_S = 15.0  # after which a comment finds out whether the browser is still there
 
 HEADERS = {
@@ -32,7 +34,8 @@ HEADERS = {
 def create_app(watch: LogWatch) -> AsgiApp:
     """Return the application for one log. See `access` for who may use it."""
     routes = [route for module in PAGES for route in module.ROUTES]
-    app = Starlette(routes=[*routes, Route("/events", events), Route("/static/{name}", static)])
+    files = Mount("/static", StaticFiles(packages=[("bombus.insight.web", "static")]))
+    app = Starlette(routes=[*routes, Route("/events", events), Route("/static/vega.js", vega), files])
     app.state.watch = watch
     return app
 
@@ -40,18 +43,28 @@ def create_app(watch: LogWatch) -> AsgiApp:
 def with_headers(app: AsgiApp) -> AsgiApp:
     """Add to all answers the headers that keep a browser from running or loading anything else."""
 
-    async def answering(scope: object, receive: AsgiReceive, send: AsgiSend) -> None:
+    async def answering(scope: Any, receive: AsgiReceive, send: AsgiSend) -> None:
         async def sending(message: AsgiMessage) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
-                headers.setdefault("cache-control", "no-store")
+                headers.update(HEADERS)
+                headers.setdefault("cache-control", "no-cache" if scope["path"].startswith("/static/") else "no-store")
             await send(message)
 
         await app(scope, receive, sending)
 
     return answering
+
+
+async def vega(request: Request) -> Response:
+    """Answer with the scripts that draw charts. Their URL has their version, so that browsers keep them."""
+    headers = {"cache-control": "public, max-age=31536000, immutable"}
+    return Response(await asyncio.to_thread(_bundle), media_type="text/javascript", headers=headers)
+
+
+@cache
+def _bundle() -> str:
+    return vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its types lack the default
 
 
 async def events(request: Request) -> Response:

@@ -2,11 +2,10 @@
 
 from starlette.responses import Response
 
-from bombus.insight import charts
 from bombus.insight.charts import AXES, CHARTS
 from bombus.insight.compare import figure_differences, job_differences
-from bombus.insight.web.pages import Visit, json, page
-from bombus.insight.web.run import axis_of
+from bombus.insight.web.pages import Visit, page
+from bombus.insight.web.run import axis_of, chart_points
 from bombus.replay.diagnosis.steps import RunSeries
 
 RUNS_MAX = 8
@@ -28,14 +27,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def points(visit: Visit) -> Response:
-    """Answer with the charts and all their points: those of each run have the run's name."""
-    axis, chosen = axis_of(visit), _chosen(visit)
-    each = [(series.name, charts.all_points(series, axis, visit.position)) for series in chosen]
-    found = {
-        chart.key: [{**point, "run": name} for name, of_run in each for point in of_run[chart.key]] for chart in CHARTS
-    }
-    specs = {chart.key: charts.spec(chart, [{"run": ""}], axis) for chart in CHARTS}
-    return json({"position": visit.position, "specs": specs, "points": found, "whole": list(found)})
+    return chart_points(visit, _chosen(visit), is_compared=True)
 
 
 def _chosen(visit: Visit) -> list[RunSeries]:

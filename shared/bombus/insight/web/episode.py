@@ -8,6 +8,7 @@ from bombus.insight.record import Moment
 from bombus.insight.web.pages import Visit, page
 from bombus.replay.episode.html import body
 from bombus.replay.episode.story import read_story
+from bombus.replay.episode.style import EPISODE
 from bombus.replay.episode.tree import read_transcript
 from bombus.replay.source import NotOnLog
 
@@ -25,7 +26,8 @@ async def show(visit: Visit) -> Response:
     transcript = await read_transcript(visit.source, story)
     ended_s = max((turn.began_s + turn.seconds for turn in transcript.turns), default=0.0)
     text = Markup(body(transcript))  # which has escaped all that is from the log
-    return visit.html("episode.html", story=story, body=text, calls=len(transcript.turns), ended_s=ended_s)
+    calls = len(transcript.turns)
+    return visit.html("episode.html", story=story, style=Markup(EPISODE), body=text, calls=calls, ended_s=ended_s)
 
 
 ROUTES = (page("/episode/{episode}", show),)

@@ -1,27 +1,22 @@
 """What pages have in common: a visit to one, its answer, and the templates."""
 
-import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable
 from functools import cache
-from importlib import resources
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgspec
-import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from bombus.errors import BombusError
-from bombus.figures import duration, seconds_between
+from bombus.figures import duration
 from bombus.insight.record import DIGITS_MAX, Moment, Record
 from bombus.insight.watch import LogWatch
-from bombus.replay.diagnosis.steps import RunSeries
-from bombus.replay.episode.style import EPISODE
+from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.moments import clock, date
 from bombus.replay.source import NotOnLog, Source
 
@@ -52,6 +47,10 @@ class Visit(msgspec.Struct):
             if series.name == name:
                 return series
         raise NotOnLog(f"{self.source.title} has no run {name} of a job at event {self.position}")
+
+    def steps(self, series: RunSeries) -> list[StepFigures]:
+        """Return the steps that a run had completed by the position that is shown."""
+        return [row for row in series.steps if row.done_seq <= self.position]
 
     def number(self, name: str) -> int | None:
         """Return a parameter of the URL that is a natural number, or None if it is missing or is not one."""
@@ -104,8 +103,12 @@ def natural(text: str) -> int | None:
 
 
 def _html(template: str, watch: LogWatch, status: int = 200, visit: Visit | None = None, **values: Any) -> Response:
-    text = _templates().get_template(template).render(watch=watch, visit=visit, **values)
-    return Response(text, status, media_type="text/html")
+    return Response(render(template, watch=watch, visit=visit, **values), status, media_type="text/html")
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a page as HTML, in which all values are escaped."""
+    return _templates().get_template(template).render(**values)
 
 
 @cache
@@ -117,49 +120,12 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.globals["static"] = lambda name: f"/static/{name}?{_digest(name)}"
+    found.globals["vega"] = version("vl-convert-python")
     found.filters |= {
         "clock": lambda at_ns: clock(at_ns)[:8],
         "date": date,
-        "ago": lambda at_ns, now_ns: f"{duration(seconds_between(at_ns, now_ns))} ago",
         "duration": duration,
         "count": lambda value: f"{value:,}",
         "figure": lambda value: f"{value:.4g}",
     }
     return found
-
-
-# ---- scripts and styles ---------------------------------------------------------------------------------------------
-
-_TYPES = {
-    "page.js": "text/javascript",
-    "episode.js": "text/javascript",
-    "vega.js": "text/javascript",
-    "page.css": "text/css",
-    "episode.css": "text/css",
-}
-
-
-@cache
-def _static(name: str) -> bytes:
-    if name == "vega.js":
-        return vl_convert.javascript_bundle().encode()  # type: ignore[call-arg]  # its types lack the default
-    if name == "episode.css":
-        return EPISODE.encode()
-    return (resources.files("bombus.insight.web") / "static" / name).read_bytes()
-
-
-@cache
-def _digest(name: str) -> str:
-    if name == "vega.js":  # not made before a browser asks for it, which takes a second
-        return version("vl-convert-python")
-    return hashlib.sha256(_static(name)).hexdigest()[:12]
-
-
-async def static(request: Request) -> Response:
-    """Answer with a script or a style. Its URL changes with its content, so that browsers keep it."""
-    name = request.path_params["name"]
-    if name not in _TYPES:
-        return Response("there is no such file", 404)
-    body = await asyncio.to_thread(_static, name)
-    return Response(body, media_type=_TYPES[name], headers={"cache-control": "public, max-age=31536000, immutable"})

@@ -1,5 +1,6 @@
 """The page of a step: the groups of its batch, as cells coloured by reward, and the way to each episode."""
 
+from collections.abc import Callable
 from math import isfinite
 
 import msgspec
@@ -16,43 +17,47 @@ SORTED_BY = {"order": "the batch's order", "spread": "largest spread", "worst": 
 GROUPS_SHOWN = 500  # with more, the page of a step is slow in a browser
 
 
-class EpisodeCell(msgspec.Struct, frozen=True):
-    """An episode. `place` is where its reward lies between the lowest and the highest of the batch, from 0 to 1."""
-
-    episode: str
-    reward: float
-    place: float
-
-
 class GroupRow(msgspec.Struct, frozen=True):
     """A group of a batch. `is_silent` says that its rewards have no signal."""
 
     task: str
-    cells: tuple[EpisodeCell, ...]
+    episodes: tuple[ev.BatchEpisode, ...]
     mean: float
     spread: float
     is_silent: bool
 
 
+_PLACES: dict[str, Callable[[GroupRow], float]] = {
+    "spread": lambda group: -group.spread,
+    "worst": lambda group: group.mean,
+    "best": lambda group: -group.mean,
+}
+
+
 async def show(visit: Visit) -> Response:
     series = visit.run(visit.request.path_params["name"])
-    steps = [row for row in series.steps if row.done_seq <= visit.position]
+    steps = visit.steps(series)
     asked = visit.request.path_params["step"]
     row = next((each for each in steps if each.step == natural(asked)), None)
     if row is None:
-        raise NotOnLog(f"{series.name} has not completed a step {asked} by event {visit.position}")
+        kept = f"; steps {series.steps[0].step} to {series.steps[-1].step} are kept" if series.steps else ""
+        raise NotOnLog(f"{series.name} has not completed a step {asked} by event {visit.position}{kept}")
     query = visit.request.query_params
     low, high = _bound(query.get("low", "")), _bound(query.get("high", ""))
+
+    def is_chosen(episode: ev.BatchEpisode) -> bool:
+        return (low is None or episode.reward >= low) and (high is None or episode.reward <= high)
+
     task, order = query.get("task", ""), query.get("sort", "")
-    groups = [_row(group, row) for group in await batch_of(visit.source, series, row)]
-    chosen = [group for group in groups if task in group.task and _is_between(group, low, high)]
+    groups = [_row(group) for group in await batch_of(visit.source, series, row)]
+    chosen = [group for group in groups if task in group.task and any(map(is_chosen, group.episodes))]
     return visit.html(
         "step.html",
         series=series,
         row=row,
         before=max((each.step for each in steps if each.step < row.step), default=None),
         after=min((each.step for each in steps if each.step > row.step), default=None),
-        groups=_sorted(chosen, order)[:GROUPS_SHOWN],
+        groups=sorted(chosen, key=_PLACES.get(order, lambda group: 0.0))[:GROUPS_SHOWN],
         groups_chosen=len(chosen),
         groups_in_all=len(groups),
         low=low,
@@ -60,7 +65,8 @@ async def show(visit: Visit) -> Response:
         task=task,
         sort=order,
         sorts=SORTED_BY,
-        is_chosen=lambda cell: _holds(cell.reward, low, high),
+        is_chosen=is_chosen,
+        place=lambda reward: (reward - row.lowest) / width if (width := row.highest - row.lowest) > 0 else 0.5,
     )
 
 
@@ -72,18 +78,13 @@ async def batch_of(source: Source, series: RunSeries, row: StepFigures) -> tuple
     return ()
 
 
-def _row(group: ev.BatchGroup, row: StepFigures) -> GroupRow:
-    rewards = Spread()
-    for each in group.episodes:
-        rewards.add(each.reward)
-    width = row.highest - row.lowest
-    cells = (
-        EpisodeCell(each.episode, each.reward, (each.reward - row.lowest) / width if width > 0 else 0.5)
-        for each in group.episodes
-    )
-    call_rewards = [each.call_rewards for each in group.episodes]
-    is_silent = not have_signal([each.reward for each in group.episodes], call_rewards, [1] * len(call_rewards))
-    return GroupRow(group.task, tuple(cells), rewards.mean, rewards.variance**0.5, is_silent)
+def _row(group: ev.BatchGroup) -> GroupRow:
+    rewards, call_rewards = zip(*((each.reward, each.call_rewards) for each in group.episodes), strict=True)
+    spread = Spread()
+    for reward in rewards:
+        spread.add(reward)
+    is_silent = not have_signal(rewards, call_rewards, [1] * len(rewards))
+    return GroupRow(group.task, group.episodes, spread.mean, spread.variance**0.5, is_silent)
 
 
 def _bound(text: str) -> float | None:
@@ -92,26 +93,6 @@ def _bound(text: str) -> float | None:
     except ValueError:
         return None
     return value if isfinite(value) else None
-
-
-def _is_between(group: GroupRow, low: float | None, high: float | None) -> bool:
-    return any(_holds(cell.reward, low, high) for cell in group.cells)
-
-
-def _holds(reward: float, low: float | None, high: float | None) -> bool:
-    return (low is None or reward >= low) and (high is None or reward <= high)
-
-
-def _sorted(groups: list[GroupRow], order: str) -> list[GroupRow]:
-    match order:
-        case "spread":
-            return sorted(groups, key=lambda group: -group.spread)
-        case "worst":
-            return sorted(groups, key=lambda group: group.mean)
-        case "best":
-            return sorted(groups, key=lambda group: -group.mean)
-        case _:
-            return groups
 
 
 ROUTES = (page("/run/{name}/step/{step}", show),)

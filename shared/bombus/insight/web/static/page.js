@@ -64,24 +64,11 @@
 
   // ---- charts ----
 
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const views = new Map(); // by element: the view of Vega, and its points
-
-  function config() {
-    const style = getComputedStyle(document.documentElement);
-    const [ink, line] = ["--ink", "--line"].map((name) => style.getPropertyValue(name).trim());
-    const words = { labelColor: ink, titleColor: ink };
-    return {
-      background: "transparent", font: "system-ui, sans-serif", view: { stroke: line },
-      axis: { ...words, gridColor: line, domainColor: line, tickColor: line, titleFontWeight: "normal" },
-      legend: { ...words, orient: "bottom", columns: 2, labelLimit: 220, symbolOpacity: 1 }, title: { color: ink },
-    };
-  }
+  const views = new Map(); // by the chart's key: its view, its specification, and its points
 
   async function embed(element, spec) {
-    const shown = await vegaEmbed(element, { ...spec, autosize: { type: "fit-x", contains: "padding" } },
-      { ast: true, actions: false, renderer: "svg", logLevel: 1, config: config(), tooltip: { theme: dark.matches ? "dark" : "light" } });
-    return shown.view;
+    const options = { ast: true, actions: false, renderer: "svg", logLevel: 1, tooltip: { theme: "custom" } };
+    return (await vegaEmbed(element, { ...spec, autosize: { type: "fit-x", contains: "padding" } }, options)).view;
   }
 
   const box = document.getElementById("charts");
@@ -91,83 +78,58 @@
   async function drawCharts() {
     if (!box || !box.isConnected || !window.vegaEmbed) return;
     const isMore = at() === null && shownAt === null && newest > 0;
-    const url = here(box.dataset.points, { at: at(), after: isMore ? newest : null });
-    let found;
-    try {
-      const answer = await fetch(url);
-      if (!answer.ok) return;
-      found = await answer.json();
-    } catch {
-      return;
-    }
+    const answer = await fetch(here(box.dataset.points, { at: at(), after: isMore ? newest : null }));
+    if (!answer.ok) return;
+    const found = await answer.json();
     shownAt = at();
     if (isMore && found.position < newest) return;
     newest = found.position;
     for (const figure of box.querySelectorAll("[data-chart]")) {
       const key = figure.dataset.chart;
-      const chart = views.get(key) || { spec: null, points: [], view: null };
+      const chart = views.get(key) || { spec: found.specs[key], points: [] };
       views.set(key, chart);
-      if (found.specs[key]) chart.spec = found.specs[key];
-      const more = found.points[key] || [];
-      if (isMore && !found.whole.includes(key)) {
-        if (!more.length) continue;
-        chart.points = chart.points.concat(more);
-      } else {
-        chart.points = more;
-      }
+      const isAdded = isMore && !found.whole.includes(key);
+      if (isAdded && !found.points[key].length) continue;
+      chart.points = isAdded ? chart.points.concat(found.points[key]) : found.points[key];
       await drawChart(figure, chart);
     }
   }
 
   async function drawChart(figure, chart) {
     const drawing = figure.querySelector(".drawing");
-    if (!chart.points.length) {
-      chart.view?.finalize();
-      chart.view = null;
-      const words = document.createElement("p");
-      words.className = "quiet";
-      words.textContent = "No figures.";
-      drawing.replaceChildren(words);
-    } else if (chart.view) {
+    if (chart.view) {
       await chart.view.data("points", chart.points).runAsync();
-    } else {
-      const spec = structuredClone(chart.spec);
-      spec.data.values = chart.points;
-      chart.view = await embed(drawing, spec);
+    } else if (chart.points.length) {
+      chart.view = await embed(drawing, { ...chart.spec, data: { name: "points", values: chart.points } });
     }
-    fillTable(figure, chart.points);
+    drawing.classList.toggle("empty", !chart.points.length);
+    const details = figure.querySelector("details");
+    details.ontoggle = () => fillTable(details, chart.points);
+    details.ontoggle();
   }
 
-  function fillTable(figure, points) {
-    const details = figure.querySelector("details");
-    details.ontoggle = () => fillTable(figure, points);
+  function fillTable(details, points) {
     if (!details.open) return;
     const named = (each) => (each.run ? `${each.run} ${each.figure}` : each.figure);
     const names = [...new Set(points.map(named))];
-    const rows = new Map();
-    for (const each of points) {
-      if (!rows.has(each.x)) rows.set(each.x, new Map());
-      rows.get(each.x).set(named(each), each.y);
-    }
+    const rows = new Map(points.map((each) => [each.x, {}]));
+    for (const each of points) rows.get(each.x)[named(each)] = each.y;
     const table = document.createElement("table");
+    const add = (row, kind, scope, value) => {
+      const made = row.appendChild(document.createElement(kind));
+      if (scope) made.scope = scope;
+      made.textContent = typeof value === "number" ? Number(value.toPrecision(5)) : value ?? "";
+    };
     const head = table.createTHead().insertRow();
-    for (const name of ["x", ...names]) cell(head, "th", name).scope = "col";
+    for (const name of ["x", ...names]) add(head, "th", "col", name);
     const body = table.createTBody();
     for (const [x, found] of rows) {
       const row = body.insertRow();
-      cell(row, "th", format(x)).scope = "row";
-      for (const name of names) cell(row, "td", found.has(name) ? format(found.get(name)) : "");
+      add(row, "th", "row", x);
+      for (const name of names) add(row, "td", "", found[name]);
     }
     details.querySelector("div").replaceChildren(table);
   }
-
-  function cell(row, kind, text) {
-    const made = document.createElement(kind);
-    made.textContent = text;
-    return row.appendChild(made);
-  }
-
-  const format = (value) => Number(value.toPrecision(5)).toString();
 
   // Draws figures whose whole specification is in the page.
   async function drawRest() {
@@ -177,33 +139,17 @@
     }
   }
 
-  // One drawing at a time, and only the newest of those that are due meanwhile: each begins where the last one ended.
-  let isDrawing = false;
+  // One drawing at a time: each begins where the last one ended.
+  let drawn = Promise.resolve();
   let isDue = false;
-  async function drawAll() {
+  function drawAll() {
+    if (isDue) return;
     isDue = true;
-    if (isDrawing) return;
-    isDrawing = true;
-    try {
-      while (isDue) {
-        isDue = false;
-        await drawCharts();
-        await drawRest();
-      }
-    } finally {
-      isDrawing = false;
-    }
+    drawn = drawn.then(() => {
+      isDue = false;
+      return drawCharts().then(drawRest);
+    }).catch(() => {}); // the server cannot be reached
   }
-
-  dark.addEventListener("change", () => {
-    for (const chart of views.values()) {
-      chart.view?.finalize();
-      chart.view = null;
-    }
-    newest = 0;
-    for (const each of document.querySelectorAll("[data-drawn] .drawing")) each.replaceChildren();
-    drawAll();
-  });
 
   // ---- time ----
 
