@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -299,6 +299,11 @@ class RunConfig(ConfigGroup):
     def to_json(self) -> str:
         """Return canonical JSON, as in `engine.configured`: keys sorted, no spaces."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def settings(self) -> dict[str, Any]:
+        """Return all settings by names such as `trainer.lr`."""
+        groups: dict[str, dict[str, Any]] = self.model_dump(mode="json")
+        return {f"{group}.{field}": value for group, fields in groups.items() for field, value in fields.items()}
 
     @staticmethod
     def from_json(text: str) -> "RunConfig":

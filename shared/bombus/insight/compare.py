@@ -4,7 +4,7 @@ Pure. An interval covers the chance with which tasks enter a batch and answers a
 another seed would change: for that, compare several runs of each.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from math import inf, sqrt
 from typing import Any
 
@@ -49,19 +49,10 @@ class FigureDifference(msgspec.Struct, frozen=True):
 
 def job_differences(jobs: Sequence[RunConfig]) -> list[JobDifference]:
     """Return the settings that are not the same in all jobs, in the order in which jobs have them."""
-    settings = [dict(flat(job.model_dump(mode="json"))) for job in jobs]
-    names = dict.fromkeys(name for each in settings for name in each)
-    rows = (JobDifference(name, tuple(_text(each.get(name)) for each in settings)) for name in names)
+    flat = [job.settings() for job in jobs]
+    names = dict.fromkeys(name for each in flat for name in each)
+    rows = (JobDifference(name, tuple(_text(each.get(name)) for each in flat)) for name in names)
     return [row for row in rows if len(set(row.values)) > 1]
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a job by names such as `trainer.lr`."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _text(value: Any) -> str:

@@ -10,7 +10,6 @@ from bombus.hive import events as ev
 from bombus.hive.checkpoints import UNNAMED
 from bombus.hive.records import CallRecord, CallRef, hasher
 from bombus.hive.state import Hive
-from bombus.insight.compare import flat
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import Runs
 from bombus.replay.diagnosis.steps import RunSeries
@@ -86,7 +85,7 @@ def tracked(hive: str, series: RunSeries, project: str = "", name: str = "", unt
     job = series.job
     given = job.experiment.experiment_name
     title = name or (series.name if given == UNNAMED else f"{given}-{series.name}")
-    settings = flat(job.model_dump(mode="json"))
+    settings = job.settings().items()
     project = plain(project or job.experiment.project_name)
     title = plain(f"{title}-until-{until}" if until else title)
     identity = "\n".join((hive, series.name, str(series.started_ns), project, title))

@@ -32,7 +32,7 @@
       return;
     }
     const fresh = new DOMParser().parseFromString(text, "text/html");
-    if (!fresh.getElementById("position")) return; // the log is being read again
+    if (slider && !fresh.getElementById("position")) return; // the log is being read again
     // At positions without this page's run, step or episode, the answer says so in its place.
     const main = document.getElementById("main");
     if (fresh.getElementById("missing")) main.replaceWith(fresh.getElementById("main"));
@@ -182,10 +182,7 @@
     const state = JSON.parse(message.data);
     if (!isReady) {
       if (state.ready) location.reload();
-      const words = document.getElementById("reading");
-      words.textContent = state.error || `${state.position.toLocaleString("en")} of ${state.end.toLocaleString("en")} events`;
-      const progress = document.getElementById("progress");
-      if (progress) [progress.max, progress.value] = [Math.max(state.end, 1), state.position];
+      else refresh();
       return;
     }
     told.textContent = state.error;
