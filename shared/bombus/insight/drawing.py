@@ -40,10 +40,6 @@ def svg(spec: Spec) -> str:
 def drawn(spec: Spec, kind: Format, scale: float = 2.0) -> bytes:
     """Return a chart as a file, dark on white. `scale` is for PNG, in pixels per point."""
     white = {**spec, "config": {**theme("#1d1c19"), "background": "white"}}
-    match kind:
-        case "svg":
-            return vl_convert.vegalite_to_svg(white).encode()
-        case "png":
-            return vl_convert.vegalite_to_png(white, scale=scale)
-        case "pdf":
-            return vl_convert.vegalite_to_pdf(white)
+    if kind == "png":
+        return vl_convert.vegalite_to_png(white, scale=scale)
+    return vl_convert.vegalite_to_pdf(white) if kind == "pdf" else vl_convert.vegalite_to_svg(white).encode()

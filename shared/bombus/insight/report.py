@@ -72,14 +72,14 @@ def page(series: RunSeries, logged: LoggedRun, title: str, end: int) -> str:
         name=series.name,
         style=Markup((resources.files("bombus.insight.web") / "static" / "page.css").read_text()),
         summary=_summary(series),
-        steps=series.steps,
         findings=diagnose(series.steps, series.job),
         charts=list(_charts(series)),
         model=logged.job.model.path,
         begun=logged.begun,
         lineage=[_version(logged, number) for number in sorted({0, *logged.checkpoints, *logged.versions})],
         digest=logged.job_digest,
-        again=_again(series, logged),
+        series=series,
+        first=min(logged.steps, default=None),
         job=job_text(series.job),
         release=version("bombus"),
         title=title,
@@ -118,14 +118,6 @@ def _version(logged: LoggedRun, number: int) -> tuple[str | int, ...]:
     step, done, ready = logged.steps.get(number), logged.checkpoints.get(number), logged.versions.get(number)
     batch = (f"event {step.seq}", len(step.batch.groups) or len(step.batch.rollout_groups)) if step else ("", "")
     return number, *batch, done.checkpoint_digest if done else "", ready.weights.sha256 if ready else ""
-
-
-def _again(series: RunSeries, logged: LoggedRun) -> str:
-    text = f"# the same job, with new episodes:\nbombus up --config job.yaml --engine {series.engine}"
-    if logged.steps:
-        text += "\n# the same batches from the log, to the same bytes:\nbombus replay train"
-        text += f" --engine {series.engine} --run {series.run} --step {min(logged.steps)}"
-    return text
 
 
 def _browser() -> str:
