@@ -6,7 +6,7 @@ PDF without a browser.
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -86,11 +86,16 @@ OF: dict[str, Chart] = {chart.key: chart for chart in CHARTS}
 
 def points(chart: Chart, series: RunSeries, axis: Axis = "step", until: int | None = None) -> list[dict[str, Any]]:
     """Return the points of one chart for one run, as `all_points` does, of all its steps."""
-    return all_points(series, axis, until, rows_max=len(series.steps) + 1)[chart.key]
+    return all_points(series, axis, until, rows_max=len(series.steps) + 1, charts=(chart,))[chart.key]
 
 
-def all_points(
-    series: RunSeries, axis: Axis, until: int | None, after: int = 0, rows_max: int = ROWS_MAX
+def all_points(  # noqa: PLR0913 - the options of a picture
+    series: RunSeries,
+    axis: Axis,
+    until: int | None,
+    after: int = 0,
+    rows_max: int = ROWS_MAX,
+    charts: Sequence[Chart] = CHARTS,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the points of every chart for one run, by the chart's key, of the steps after event `after`: `x`, `y`,
     `figure` and, for a band, `low` and `high`.
@@ -103,12 +108,17 @@ def all_points(
     by_step = [(False, x, step_metrics(row)) for x, row in rows[:-1:apart] + rows[-1:]]
     played = (each for each in series.evaluated if until is None or each.seq <= until)
     by_version = [(True, version, metrics) for version, metrics in evaluation_metrics(played).items()]
-    found: dict[str, list[dict[str, Any]]] = {chart.key: [] for chart in CHARTS}
+    found: dict[str, list[dict[str, Any]]] = {chart.key: [] for chart in charts}
+
+    @cache
+    def charts_with(name: str, is_by_version: bool) -> list[Chart]:
+        return [chart for chart in charts if chart.by_version == is_by_version and shows(chart, name)]
+
     for is_by_version, x, metrics in by_step + by_version:
         for name, y in metrics.items():
             deviation = metrics.get(f"{name.removesuffix('/mean')}/std") if name.endswith("/mean") else None
             band = {} if deviation is None else {"low": y - deviation, "high": y + deviation}
-            for chart in _charts_with(name, is_by_version):
+            for chart in charts_with(name, is_by_version):
                 found[chart.key].append({"x": x, "y": y, "figure": name, **band})
     return found
 
@@ -124,16 +134,11 @@ def _placed(series: RunSeries, axis: Axis, until: int | None) -> Iterator[tuple[
         yield {"step": row.step, "version": row.step, "minutes": minutes, "tokens": tokens}[axis], row
 
 
-@lru_cache(10_000)
-def _charts_with(name: str, by_version: bool) -> list[Chart]:
-    return [chart for chart in CHARTS if chart.by_version == by_version and shows(chart, name)]
-
-
 def shows(chart: Chart, name: str) -> bool:
     """Return whether a chart shows a figure. Deviations are shown as bands, and counts of evaluations not at all."""
     if name.endswith(("/std", "/episodes")):
         return False
-    return any(fnmatchcase(name, pattern) for pattern in chart.metrics)
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in chart.metrics)
 
 
 def spec(
