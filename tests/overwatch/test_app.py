@@ -174,7 +174,7 @@ async def test_an_open_episode_is_aborted_after_a_yes_and_after_nothing_else() -
         await shows(app, pilot, "is aborted")
         (asked,) = operator.asked
         record = next(
-            each for each in app.timeline.live.history("main").episodes.values() if f" {each.episode} " in asked
+            each for each in app.timeline.live.histories["main"].episodes.values() if f" {each.episode} " in asked
         )
         assert (asked, record.fate) == (f"abort {record.episode} of {record.client} on main", "open")
 

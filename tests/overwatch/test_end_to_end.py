@@ -61,15 +61,15 @@ async def test_over_a_gateway_a_person_sees_a_step_aborts_an_episode_and_stops_t
             feed = asyncio.create_task(_feed(app, link))
             played = await asyncio.to_thread(play_a_step, client)
             live = app.timeline
-            await until(pilot, lambda: app.engine == "main" and live.live.hive.engine("main").version == 1)
-            data = screen_data(live.live, app.curves, 0, "main")
+            await until(pilot, lambda: app.engine == "main" and live.live.moment.hive.engine("main").version == 1)
+            data = screen_data(live, live.live, 0, "main")
             assert (data.training.last_step, data.rewards.train) == (1, ((1, 0.5),))
             await until(pilot, lambda: app.viewer.link == Link.LIVE)
             await shows(app, pilot, "step 1 is done")
 
             episode, _ = await asyncio.to_thread(client.begin_episode, episode_type="train")
             name = episode.partition(".")[0]
-            await until(pilot, lambda: name in live.live.hive.engine("main").open)
+            await until(pilot, lambda: name in live.live.moment.hive.engine("main").open)
             await pilot.press("enter", "enter", "a")
             await shows(app, pilot, f"Abort episode {name}")
             await pilot.press("y")
@@ -82,7 +82,7 @@ async def test_over_a_gateway_a_person_sees_a_step_aborts_an_episode_and_stops_t
             await shows(app, pilot, f"bombus replay episode {played}")
 
             await pilot.press("s", "y")
-            await until(pilot, lambda: live.live.hive.engine("main").phase == Phase.OFFLINE)
+            await until(pilot, lambda: live.live.moment.hive.engine("main").phase == Phase.OFFLINE)
             feed.cancel()
             await asyncio.gather(feed, return_exceptions=True)
 

@@ -15,31 +15,23 @@ from bombus.hive.state import Hive
 from bombus.insight.charts import OF, points
 from bombus.insight.metrics import step_metrics
 from bombus.insight.runs import Runs
-from bombus_overwatch.model import TAIL_KEPT, HiveView, StepCurves, fold
-from bombus_overwatch.screen import Screen, StageState, screen_data
-from bombus_overwatch.timeline import Timeline, replicate
+from bombus_overwatch.model import HiveView, Timeline
+from bombus_overwatch.screen import MERGED, TAIL_SHOWN, Screen, StageState, screen_data
 from tests.coordinator.multi_model_in_memory import BIG, SMALL, THIRD, MultiModelHarness
 from tests.coordinator.steady_clients import Steady
 from tests.overwatch.story import ENGINE, SECOND, Story, chaos, failed, operating, rolling
 
 
-def folded(events: list[Event], view: HiveView | None = None, start: int = 1) -> HiveView:
-    view = view or HiveView()
-    for position, event in enumerate(events, start):
-        fold(view, position, event)
-    return view
-
-
-def curves_of(events: list[Event]) -> StepCurves:
-    curves = StepCurves()
+def folded(events: list[Event], frame_events: int = 1_000, frames_kept: int = 1_000) -> Timeline:
+    timeline = Timeline(frame_events=frame_events, frames_kept=frames_kept)
     for position, event in enumerate(events, 1):
-        curves.note(position, event)
-    return curves
+        timeline.fold(position, event)
+    return timeline
 
 
 def shown(story: Story, after_s: float = 0.0, group: EventGroup = EventGroup.ALL) -> Screen:
-    now_ns = story.now_ns + int(after_s * SECOND)
-    return screen_data(folded(story.events), curves_of(story.events), now_ns, ENGINE, group)
+    timeline = folded(story.events)
+    return screen_data(timeline, timeline.live, story.now_ns + int(after_s * SECOND), ENGINE, group)
 
 
 @pytest.fixture
@@ -78,14 +70,15 @@ def test_the_curves_are_those_of_the_page(story: Story) -> None:
     assert list(screen.rewards.train) == rewards
     assert list(screen.training.loss) == [point["y"] for point in on_page["loss"]]
     assert list(screen.training.grad_norm) == [point["y"] for point in on_page["grad_norm"]]
-    assert dict(screen.training.others).items() < step_metrics(series.steps[-1]).items()
+    assert screen.training.metrics.items() >= step_metrics(series.steps[-1]).items()
 
 
 def test_a_view_of_the_past_shows_the_steps_that_were_known_then(story: Story) -> None:
     for version in range(3):
         story.train(version)
     second = [n for n, event in enumerate(story.events, 1) if isinstance(event, ev.StepCompleted)][1]
-    past = screen_data(folded(story.events[:second]), curves_of(story.events), story.now_ns, ENGINE)
+    timeline = folded(story.events)
+    past = screen_data(timeline, timeline.at(second), story.now_ns, ENGINE)
     assert (past.training.last_step, len(past.training.loss)) == (2, 2)
 
 
@@ -111,7 +104,7 @@ def test_a_new_run_starts_new_curves_and_keeps_the_tail(story: Story) -> None:
     screen = shown(story)
     assert screen.rewards.train == ()
     assert screen.training.loss == ()
-    assert screen.tail[-2].text == "run 1 stopped"
+    assert line_of(screen.tail[-2].event) == "run 1 stopped"
 
 
 def test_a_steps_figures_come_from_its_metrics(story: Story) -> None:
@@ -119,21 +112,21 @@ def test_a_steps_figures_come_from_its_metrics(story: Story) -> None:
     training = shown(story).training
     assert training.last_step == 1
     assert len(training.loss) == len(training.grad_norm) == 1
-    assert training.merge_share == 0.93
-    assert ("policy/clipped_share", 0.012) in training.others
+    assert training.metrics[MERGED] == 0.93
+    assert training.metrics["policy/clipped_share"] == 0.012
 
 
 def test_before_the_first_step_the_merge_share_is_that_of_the_calls(story: Story) -> None:
     story.call(0, *(story.claim(0, "t") for _ in range(8)))
     merged = sum(call.merged for event in story.events if isinstance(event, ev.CallsNoted) for call in event.calls)
-    assert shown(story).training.merge_share == merged / 8
+    assert shown(story).training.metrics[MERGED] == merged / 8
 
 
 def test_the_step_in_flight_has_its_time_and_size(story: Story) -> None:
     groups = tuple(story.groups(0, 2))
     story.tell(ev.BatchReady(at_ns=story.now_ns, engine=ENGINE, run=1, step=1, groups=groups, config_digest="d"))
     screen = shown(story, after_s=4.0)
-    trainer = screen.training.trainer
+    trainer = screen.status.trainer
     assert (trainer.step_in_flight, trainer.groups, trainer.episodes) == (1, 2, 8)
     assert seconds_between(trainer.step_since_ns, screen.now_ns) == 4.0
 
@@ -141,17 +134,16 @@ def test_the_step_in_flight_has_its_time_and_size(story: Story) -> None:
 def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_episodes_are_open() -> None:
     run = Steady(0, 12, (4.0, 6.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
     run.run(100)
-    view, paced = HiveView(), 0
+    timeline, paced = Timeline(), 0
     for position, event in enumerate(run.harness.log, 1):
-        fold(view, position, event)
-        screen = screen_data(view, StepCurves(), event.at_ns, ENGINE)
-        assert screen.status is not None or position == 1
-        if isinstance(event, ev.EpisodeEnded) and screen.training.trainer.step_in_flight and screen.status:
-            assert f"step {screen.training.trainer.step_in_flight} training" in screen.status.detail
-            assert screen.status.pace is not None
-            paced += bool(screen.status.pace.waits)
+        timeline.fold(position, event)
+        status = screen_data(timeline, timeline.live, event.at_ns, ENGINE).status
+        if isinstance(event, ev.EpisodeEnded) and status.trainer.step_in_flight:
+            assert f"step {status.trainer.step_in_flight} training" in status.detail
+            assert status.pace is not None
+            paced += bool(status.pace.waits)
     assert paced > 10
-    assert len(curves_of(run.harness.log).until(view.position, ENGINE, 1)) > 5
+    assert len(timeline.steps(ENGINE, 1, timeline.newest)) > 5
 
 
 def test_rates_are_means_over_log_time_and_fade_when_nothing_comes(story: Story) -> None:
@@ -159,12 +151,12 @@ def test_rates_are_means_over_log_time_and_fade_when_nothing_comes(story: Story)
     for _ in range(60):
         story.wait(1.0)
         story.call(0, episode)
-    recent = [
-        e for e in story.events if isinstance(e, ev.CallsNoted) and e.at_ns // SECOND > story.now_ns // SECOND - 30
-    ]
+    second = story.now_ns // SECOND
+    recent = [e for e in story.events if isinstance(e, ev.CallsNoted) and second - 10 <= e.at_ns // SECOND < second]
     tokens = sum(call.completion_tokens for event in recent for call in event.calls)
-    assert shown(story).rates.tokens_s == pytest.approx(tokens / 30)
-    assert shown(story, after_s=60).rates.tokens_s == 0.0
+    assert shown(story).tokens_s == pytest.approx(tokens / 10)
+    assert sum(shown(story).tokens[-11:-1]) == tokens
+    assert shown(story, after_s=60).tokens_s == 0.0
 
 
 def test_losses_are_counted_by_reason(story: Story) -> None:
@@ -175,8 +167,7 @@ def test_losses_are_counted_by_reason(story: Story) -> None:
     )
     story.tell(cleared)
     screen = shown(story)
-    assert screen.aborted == (("idle", 2), ("by its client", 1))
-    assert screen.dropped == (("overflow", 9),)
+    assert screen.lost == ((("aborted", "idle"), 2), (("aborted", "by its client"), 1), (("dropped", "overflow"), 9))
 
 
 # ---- episodes, boot, engines ----------------------------------------------------------------------------------
@@ -218,10 +209,10 @@ def test_each_engine_is_shown_alone_with_the_events_of_the_hive() -> None:
     one, other = Story(engine="one"), Story(engine="two")
     one.boot()
     other.boot()
-    view = folded(one.events + other.events[1:])
-    screen = screen_data(view, StepCurves(), one.now_ns, "two")
+    timeline = folded(one.events + other.events[1:])
+    screen = screen_data(timeline, timeline.live, one.now_ns, "two")
     assert screen.engines == ("one", "two")
-    assert screen.tail[0].text == "epoch 1 opened by coordinator-a"
+    assert line_of(screen.tail[0].event) == "epoch 1 opened by coordinator-a"
     assert len(screen.tail) == len(other.events)
 
 
@@ -232,20 +223,21 @@ def test_a_claim_of_multi_model_episodes_is_one_row_on_each_of_its_engines() -> 
     harness.now_ns += 50 * SECOND
     with harness.on(SMALL):
         harness.call(first[SMALL])
-    view = folded(harness.log)
+    timeline = folded(harness.log)
     for engine, alone in ((BIG, [single]), (SMALL, []), (THIRD, [])):
-        rows = screen_data(view, StepCurves(), harness.now_ns, engine).episodes
+        rows = screen_data(timeline, timeline.live, harness.now_ns, engine).episodes
         multi = [("2 on big+small", 2, 1)] if engine != THIRD else []
         assert sorted((row.episode.episode, row.count, row.episode.calls) for row in rows) == sorted(
             multi + [(name, 1, 0) for name in alone]
         )
-    (row,) = screen_data(view, StepCurves(), harness.now_ns, SMALL).episodes
+    (row,) = screen_data(timeline, timeline.live, harness.now_ns, SMALL).episodes
     assert row.near, "of its two multi-model episodes one has been idle all the time"
 
 
 def test_an_empty_log_can_be_shown() -> None:
-    screen = screen_data(HiveView(), StepCurves(), 0)
-    assert screen.status is None
+    timeline = Timeline()
+    screen = screen_data(timeline, timeline.live, 0)
+    assert screen.engine == ""
     assert screen.tail == ()
 
 
@@ -292,10 +284,10 @@ def test_a_job_shows_no_models(story: Story) -> None:
 def test_many_calls_do_not_displace_trouble(story: Story) -> None:
     story.abort(AbortReason.INFRA, story.claim(0, "t"), detail="no disk")
     episode = story.claim(0, "t")
-    for _ in range(TAIL_KEPT + 50):
+    for _ in range(2 * TAIL_SHOWN):
         story.call(0, episode)
     trouble = shown(story, group=EventGroup.TROUBLE).tail
-    assert [row.text for row in trouble] == ["main-1-1 aborted: infra (no disk)"]
+    assert [line_of(row.event) for row in trouble] == ["main-1-1 aborted: infra (no disk)"]
 
 
 def test_every_event_has_a_text_and_a_group() -> None:
@@ -309,48 +301,39 @@ def test_every_event_has_a_text_and_a_group() -> None:
 def test_any_log_can_be_shown(seed: int) -> None:
     events = chaos(seed)
     assert all(line_of(event) for event in events)
-    screen_data(folded(events), curves_of(events), events[-1].at_ns if events else 0)
+    timeline = folded(events)
+    screen_data(timeline, timeline.live, events[-1].at_ns if events else 0)
 
 
 def test_text_from_outside_cannot_move_the_cursor(story: Story) -> None:
     story.abort(AbortReason.CLIENT, story.claim(0, "t"), detail="\x1b[2J\r\nall is well\x07")
-    assert shown(story).tail[-1].text == "main-1-1 aborted: client ( [2J  all is well )"
+    assert line_of(shown(story).tail[-1].event) == "main-1-1 aborted: client ( [2J  all is well )"
 
 
 # ---- the fold -------------------------------------------------------------------------------------------------
 
 
-@given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(0, 400), max_size=6))
-@settings(max_examples=25, deadline=None)
-def test_folding_in_chunks_from_copies_equals_folding_at_once(seed: int, cuts: list[int]) -> None:
-    events = chaos(seed)
-    view, done = HiveView(), 0
-    for cut in [*sorted(cuts), len(events)]:
-        before = replicate(view)
-        view = folded(events[done:cut], replicate(view), done + 1)
-        assert before == folded(events[:done]), "a copy does not change with the view that it was made of"
-        done = max(done, min(cut, len(events)))
-    assert view == folded(events)
+def seen(timeline: Timeline, view: HiveView) -> tuple[Hive, Screen]:
+    """Return the state, and all that the screen shows of it."""
+    return view.moment.hive, screen_data(timeline, view, view.moment.now_ns)
 
 
 @given(seed=st.integers(0, 10_000), position=st.integers(0, 500))
 @settings(max_examples=25, deadline=None)
-def test_going_back_gives_the_fold_of_the_prefix(seed: int, position: int) -> None:
+def test_going_back_shows_what_was_shown_then(seed: int, position: int) -> None:
     events = chaos(seed)
-    timeline = Timeline(chunk_events=16, chunks_kept=1_000)
-    for number, event in enumerate(events, 1):
-        timeline.fold(number, event)
-    assert timeline.at(position) == folded(events[:position])
-    assert timeline.live == folded(events)
+    timeline, then = folded(events, frame_events=16), folded(events[:position])
+    assert seen(timeline, timeline.at(position)) == seen(then, then.live)
+    assert timeline.at(position).histories == then.live.histories
+    whole = folded(events)
+    assert seen(timeline, timeline.live) == seen(whole, whole.live), "what is live has not changed"
 
 
 def test_only_the_newest_events_can_be_shown_again() -> None:
-    timeline = Timeline(chunk_events=10, chunks_kept=3)
     events = rolling(2).events[:95]
-    for number, event in enumerate(events, 1):
-        timeline.fold(number, event)
+    timeline, then = folded(events, frame_events=10, frames_kept=3), folded(events[:70])
     assert (timeline.oldest, timeline.newest) == (70, 95)
-    assert timeline.at(5) == folded(events[:70])
+    assert timeline.at(5).moment.hive == then.live.moment.hive
     assert timeline.moved(95, -1) == 94
     assert timeline.moved(72, -10) == 70
     assert timeline.moved(70, 1) == 71
@@ -362,7 +345,7 @@ def test_gaps_between_positions_are_skipped() -> None:
     for position, event in zip((3, 7, 20), rolling(0).events):
         timeline.fold(position, event)
     assert timeline.moved(20, -1) == 7
-    assert timeline.at(19).position == 7
+    assert timeline.at(19).moment.position == 7
 
 
 def test_twenty_thousand_events_fold_quickly() -> None:

@@ -63,7 +63,7 @@ async def test_the_screen_catches_up_with_a_log_and_follows_it(bus: Bus) -> None
         await app.reached(len(story.events) - 5, Link.LIVE)
         await publish(bus, story.events[-5:], len(story.events) - 4)
         await app.reached(len(story.events), Link.LIVE)
-        assert app.timeline.live.hive.engines["main"].version == 2
+        assert app.timeline.live.moment.hive.engines["main"].version == 2
         feed.cancel()
         await asyncio.gather(feed, return_exceptions=True)
 
@@ -100,8 +100,8 @@ async def test_over_a_gateway_the_screen_catches_up_with_a_log_and_follows_it(bu
         await app.reached(len(story.events) - 5, Link.LIVE)
         await publish(bus, story.events[-5:], len(story.events) - 4)
         await app.reached(len(story.events), Link.LIVE)
-        assert app.timeline.live.hive == follower.hive
-        assert len(app.curves.until(len(story.events), "main", 1)) == 2
+        assert app.timeline.live.moment.hive == follower.hive
+        assert len(app.timeline.steps("main", 1, len(story.events))) == 2
         feed.cancel()
         await asyncio.gather(feed, return_exceptions=True)
 
@@ -121,7 +121,7 @@ async def test_a_gateway_that_goes_away_is_waited_for_and_no_event_is_folded_twi
         await publish(bus, story.events[half:], half + 1)
         async with served_log(bus, port) as (_, follower):
             await app.reached(len(story.events), Link.LIVE)
-            assert app.timeline.live.hive == follower.hive
+            assert app.timeline.live.moment.hive == follower.hive
         feed.cancel()
         await asyncio.gather(feed, return_exceptions=True)
 

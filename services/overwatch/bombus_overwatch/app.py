@@ -19,13 +19,13 @@ from bombus.figures import one_line
 from bombus.hive.describe import EventGroup
 from bombus.hive.events import Event
 from bombus.hive.state import Hive
+from bombus.insight.record import SECOND
 from bombus_overwatch import palette as pal
 from bombus_overwatch.browser import Browser, Confirm, HiveOperator
 from bombus_overwatch.edges import Banner, KeyBar, StatusLine
-from bombus_overwatch.model import SECOND, HiveView, StepCurves
+from bombus_overwatch.model import HiveView, Timeline
 from bombus_overwatch.reward import RewardPanel
 from bombus_overwatch.screen import Link, ViewerState, engines_of, screen_data
-from bombus_overwatch.timeline import Timeline
 from bombus_overwatch.widgets import (
     CollectionPanel,
     EpisodesPanel,
@@ -129,7 +129,6 @@ class Overwatch(App[None]):
         self.up = asyncio.Event()  # set once the screen is running and can take events
         self.operator = operator
         self.timeline = Timeline()
-        self.curves = StepCurves()
         self.viewer = ViewerState(hive=hive)
         self._clock = clock
         self._held: HiveView | None = None
@@ -170,14 +169,12 @@ class Overwatch(App[None]):
 
     def begin(self, position: int, hive: Hive) -> None:
         """Start again from the state `hive` at `position`. Later events follow through `take`."""
-        self.curves = StepCurves(hive)
-        self.timeline = Timeline(HiveView(hive=hive, position=position))
+        self.timeline = Timeline(hive, position)
         self._dirty = True
 
     def take(self, position: int, event: Event) -> None:
         """Fold in the event at `position`. Events in a burst are drawn together."""
         self.timeline.fold(position, event)
-        self.curves.note(position, event)
         self._dirty = True
 
     def report(self, link: Link, why: str = "", target: int = 0) -> None:
@@ -203,13 +200,13 @@ class Overwatch(App[None]):
         self._dirty = False
         self._drawn_ns = self._clock()
         view, now_ns = self.shown
-        data = screen_data(view, self.curves, now_ns, self._engine, self._group)
+        data = screen_data(self.timeline, view, now_ns, self._engine, self._group)
         self.engine = data.engine
         viewer = replace(
             self.viewer,
             newest=self.timeline.newest,
             oldest=self.timeline.oldest,
-            held=self._held.position if self._held is not None else None,
+            held=self._held.moment.position if self._held is not None else None,
         )
         base = self.screen_stack[0]
         for line in base.query(StatusLine):
@@ -236,7 +233,7 @@ class Overwatch(App[None]):
             self._hold(self.timeline.newest, self._clock())
 
     def action_scrub(self, events: int) -> None:
-        held = self._held.position if self._held is not None else self.timeline.newest
+        held = self._held.moment.position if self._held is not None else self.timeline.newest
         self._hold(self.timeline.moved(held, events))
 
     def action_oldest(self) -> None:

@@ -7,24 +7,27 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
-from textual.widgets import OptionList, Static
-from textual.widgets.option_list import Option
+from textual.widgets import DataTable, Static
 
 from bombus.errors import BombusError
 from bombus.figures import duration, one_line, seconds_between
+from bombus.hive.events import NotedCall
 from bombus_overwatch import palette as pal
+from bombus_overwatch.drawing import Column, table
 from bombus_overwatch.model import EpisodeRecord
-from bombus_overwatch.palette import figure, fit, fit_end, harmless
-from bombus_overwatch.screen import ShownGroup, groups_of
+from bombus_overwatch.palette import figure, harmless
+from bombus_overwatch.screen import groups_of
 
 if TYPE_CHECKING:
     from bombus_overwatch.app import Overwatch
 
-GROUP_HEADING = f"  {'batch':<14}{'task':<30}{'episodes':>9}{'open':>6}{'aborted':>9}{'reward':>9}  from – to"
-EPISODE_HEADING = (
-    f"  {'episode':<16}{'client':<18}{'type':<6}{'version':>7}{'calls':>7}{'tokens':>8}{'time':>8}{'reward':>9}  fate"
-)
+GROUP_COLUMNS = ("batch", "task", "episodes", "open", "aborted", "reward", "from – to")
+EPISODE_COLUMNS = ("episode", "client", "type", "version", "calls", "tokens", "time", "reward", "fate")
 FATES = (("aborted", pal.VERMILLION), ("dropped", pal.YELLOW), ("open", pal.AMBER))
+_COUNTS = (Column("prompt", 8), Column("sampled", 9), Column("version  ", 11))
+CALL_COLUMNS = (Column("time", 10, left=True), *_COUNTS, Column("call"))
+PAGE_WIDTH = 100
+LONGEST = 40  # cells
 GROUPS_SHOWN = 500
 READING = "reading the log for the transcript …"
 
@@ -76,20 +79,19 @@ class Browser(Screen[None]):
         self._engine = overwatch.engine
         self._member = ""  # an episode of the group that is shown: the group is another one once its batch is sealed
         self._episode = ""
-        self._rows: list[tuple[str, Text]] = []
+        self._shown: tuple[tuple[str, ...], dict[str, list[Text]]] = ((), {})  # columns, and rows by their keys
         self._transcripts: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
         yield Static(id="crumbs")
-        yield Static(id="heading")
-        yield OptionList(id="rows", markup=False)
+        yield DataTable[Text](id="rows", cursor_type="row")
         with VerticalScroll(id="page"):
             yield Static(id="episode")
         yield Static(id="keys")
 
     def on_mount(self) -> None:
         self.show()
-        self.query_one(OptionList).focus()
+        self.query_one(DataTable).focus()
 
     # ---- what is shown ----
 
@@ -98,44 +100,49 @@ class Browser(Screen[None]):
         if not self.query("#rows"):  # not composed yet
             return
         view, now_ns = self._overwatch.shown
-        crumbs = [f"engine {self._engine}", f"run {view.hive.engine(self._engine).run}"]
-        record = view.history(self._engine).episodes.get(self._episode)
-        groups = groups_of(view.history(self._engine))
+        history = view.history(self._engine)
+        crumbs = [f"engine {self._engine}", f"run {view.moment.hive.engine(self._engine).run}"]
         if not self._member:
-            heading = GROUP_HEADING
-            rows = [(group.episodes[0].episode, _group_row(group)) for group in groups[:GROUPS_SHOWN]]
+            found = [*groups_of(history).items()][:GROUPS_SHOWN]
+            rows = {group[0].episode: _group_row(key, group) for key, group in found}
         else:
-            heading = EPISODE_HEADING
-            group = next((each for each in groups if self._member in each.names), ShownGroup(("", ""), ()))
-            crumbs.append(" ".join(group.key))
-            rows = [(each.episode, _episode_row(each, now_ns)) for each in group.episodes]
+            groups = groups_of(history).items()
+            members = (item for item in groups if any(each.episode == self._member for each in item[1]))
+            key, group = next(members, (("", ""), []))
+            crumbs.append(" ".join(key))
+            rows = {each.episode: _episode_row(each, now_ns) for each in group}
         crumbs += [self._episode] * bool(self._episode)
-        crumbs[-1] += f"  ‖ held at event {view.position:,}" * (view is not self._overwatch.timeline.live)
+        is_held = view is not self._overwatch.timeline.live
+        crumbs[-1] += f"  ‖ held at event {view.moment.position:,}" * is_held
         self.query_one("#crumbs", Static).update(Text(" › ".join(map(one_line, crumbs)), f"bold {pal.AMBER}"))
-        self.query_one("#heading", Static).update(Text("" if self._episode else heading, f"{pal.QUIET} underline"))
         self.query_one("#keys", Static).update(self._keys())
         self.query_one("#page").display = bool(self._episode)
-        self.query_one(OptionList).display = not self._episode
+        self.query_one(DataTable).display = not self._episode
         if self._episode:
+            record = history.episodes.get(self._episode)
             text = Text("no longer kept here", pal.QUIET) if record is None else _page(record, now_ns)
             text.append(f"\n\n{self._transcripts.get(self._episode, '')}", pal.TEXT)
             self.query_one("#episode", Static).update(text)
         else:
-            self._list(rows, chosen)
+            self._list(EPISODE_COLUMNS if self._member else GROUP_COLUMNS, rows, chosen)
 
-    def _list(self, rows: list[tuple[str, Text]], chosen: str = "") -> None:
+    def _list(self, columns: tuple[str, ...], rows: dict[str, list[Text]], chosen: str = "") -> None:
         """Show these rows, with the cursor on the one that was `chosen`, or where it was."""
-        if rows == self._rows and not chosen:
+        if (columns, rows) == self._shown and not chosen:
             return
-        self._rows = rows
-        found = self.query_one(OptionList)
-        at = found.highlighted_option
-        chosen = chosen or (at.id or "" if at is not None else "")
-        found.clear_options()
-        found.add_options([Option(text, id=key) for key, text in rows] or [Option("none yet", disabled=True)])
-        keys = [key for key, _ in rows]
-        if keys:
-            found.highlighted = keys.index(chosen) if chosen in keys else 0
+        chosen = chosen or self._at()
+        self._shown = columns, rows
+        found = self.query_one(DataTable)
+        found.clear(columns=True)
+        found.add_columns(*columns)
+        for key, cells in rows.items() or [("", [Text("none yet", pal.QUIET)])]:
+            found.add_row(*cells, key=key)
+        if chosen in rows:
+            found.move_cursor(row=[*rows].index(chosen))
+
+    def _at(self) -> str:
+        """Return the key of the row that the cursor is on, or "" if there are no rows."""
+        return dict(enumerate(self._shown[1])).get(self.query_one(DataTable).cursor_row, "")
 
     def _keys(self) -> Text:
         keys = [("esc", "back")] if self._episode else [("↑↓", "choose"), ("enter", "open"), ("esc", "back")]
@@ -148,8 +155,8 @@ class Browser(Screen[None]):
 
     # ---- keys ----
 
-    def on_option_list_option_selected(self, selected: OptionList.OptionSelected) -> None:
-        chosen = selected.option_id or ""
+    def on_data_table_row_selected(self, selected: DataTable.RowSelected) -> None:
+        chosen = selected.row_key.value or ""
         if self._member:
             self._episode = chosen
         else:
@@ -168,12 +175,11 @@ class Browser(Screen[None]):
         else:
             self._member = ""
         self.show(left)
-        self.query_one(OptionList).focus()
+        self.query_one(DataTable).focus()
 
     def _chosen(self) -> EpisodeRecord | None:
         """Return the episode that is shown or that the cursor is on."""
-        at = self.query_one(OptionList).highlighted_option
-        name = self._episode or (at.id or "" if at is not None and self._member else "")
+        name = self._episode or (self._at() if self._member else "")
         return self._overwatch.timeline.live.history(self._engine).episodes.get(name)
 
     def action_abort(self) -> None:
@@ -208,28 +214,37 @@ def _colour(fate: str) -> str:
     return next((colour for start, colour in FATES if fate.startswith(start)), pal.TEXT)
 
 
-def _group_row(group: ShownGroup) -> Text:
-    count = {fate: sum(each.fate.startswith(fate) for each in group.episodes) for fate in ("open", "aborted")}
-    rewards = [each.reward for each in group.episodes if each.reward is not None]
-    label, task = map(one_line, group.key)
-    row = Text(f"  {fit(label, 13)} {fit(task or '–', 29)} {len(group.episodes):>9}", pal.TEXT)
-    row.append(f"{count['open'] or '':>6}", pal.AMBER).append(f"{count['aborted'] or '':>9}", pal.VERMILLION)
-    if rewards:
-        row.append(fit(figure(sum(rewards) / len(rewards)), 9, right=True), f"bold {pal.SKY}")
-        row.append(f"  {figure(min(rewards))} – {figure(max(rewards))}", pal.QUIET)
-    return row
+def _cells(*values: str | int | float | tuple[str | int, str] | None) -> list[Text]:
+    """Return the cells of a row: a value, or a value and its style. Text is on the left, and None is a dash."""
+    cells = []
+    for each in values:
+        value, style = each if isinstance(each, tuple) else (each, pal.TEXT)
+        text = "–" if value is None else figure(value) if isinstance(value, float) else one_line(str(value))
+        cell = Text(text, style, justify="left" if isinstance(value, str) else "right")
+        cell.truncate(LONGEST, overflow="ellipsis")
+        cells.append(cell)
+    return cells
+
+
+def _group_row(key: tuple[str, str], group: list[EpisodeRecord]) -> list[Text]:
+    still, aborted = (sum(each.fate.startswith(fate) for each in group) or "" for fate in ("open", "aborted"))
+    rewards = [each.reward for each in group if each.reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else None
+    bounds = f"{figure(min(rewards))} – {figure(max(rewards))}" if rewards else ""
+    return _cells(
+        key[0], key[1] or "–", len(group), (still, pal.AMBER), (aborted, pal.VERMILLION), mean, (bounds, pal.QUIET)
+    )
 
 
 def _time(record: EpisodeRecord, now_ns: int) -> str:
     return duration(seconds_between(record.claimed_ns, record.over_ns or now_ns))
 
 
-def _episode_row(record: EpisodeRecord, now_ns: int) -> Text:
-    row = Text(f"  {fit_end(one_line(record.episode), 15)} {fit(one_line(record.client), 17)} ", pal.TEXT)
-    row.append(f"{record.type:<6}{record.version:>7}", pal.QUIET).append(f"{record.calls_made:>7}{record.tokens:>8,}")
-    row.append(fit(_time(record, now_ns), 8, right=True), pal.QUIET)
-    row.append(fit("–" if record.reward is None else figure(record.reward), 9, right=True), f"bold {pal.SKY}")
-    return row.append(f"  {one_line(record.fate)}", _colour(record.fate))
+def _episode_row(record: EpisodeRecord, now_ns: int) -> list[Text]:
+    client = (record.client, pal.QUIET)
+    time, fate = (_time(record, now_ns), pal.QUIET), (record.fate, _colour(record.fate))
+    made = record.version, record.calls_made, record.tokens
+    return _cells(record.episode, client, record.type, *made, time, record.reward, fate)
 
 
 def _page(record: EpisodeRecord, now_ns: int) -> Text:
@@ -249,10 +264,12 @@ def _page(record: EpisodeRecord, now_ns: int) -> Text:
     for name, value in facts.items():
         colour = _colour(record.fate) if name == "fate" else pal.TEXT
         page.append(f"{name:<9}", pal.QUIET).append(f"{one_line(value)}\n", colour)
-    page.append(f"\n{'time':<10}{'prompt':>8}{'sampled':>9}{'version':>9}  call\n", f"{pal.QUIET} underline")
-    for at_ns, call in record.calls:
-        versions = str(call.oldest) if call.oldest == call.newest else f"{call.oldest}–{call.newest}"
-        notes = [call.status] + [name for name in ("merged", "masked", "late", "incomplete") if getattr(call, name)]
-        page.append(f"{pal.clock_time(at_ns):<10}{call.prompt_tokens:>8,}{call.completion_tokens:>9,}{versions:>9}  ")
-        page.append(f"{one_line(call.ref.id)}  {', '.join(notes)}\n", pal.QUIET)
-    return page
+    rows = [_call_row(at_ns, call) for at_ns, call in record.calls]
+    return page.append("\n").append_text(Text("\n").join(table(CALL_COLUMNS, rows, PAGE_WIDTH, len(rows) + 1)))
+
+
+def _call_row(at_ns: int, call: NotedCall) -> list[tuple[str, str]]:
+    versions = str(call.oldest) if call.oldest == call.newest else f"{call.oldest}–{call.newest}"
+    notes = [call.status] + [name for name in ("merged", "masked", "late", "incomplete") if getattr(call, name)]
+    facts = (pal.clock_time(at_ns), f"{call.prompt_tokens:,}", f"{call.completion_tokens:,}", f"{versions}  ")
+    return [*((fact, pal.TEXT) for fact in facts), (f"{one_line(call.ref.id)}  {', '.join(notes)}", pal.QUIET)]

@@ -2,8 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
+from rich.text import Text
+
+from bombus.figures import one_line
+from bombus_overwatch.palette import QUIET, fit, fit_end
 
 LEVELS = "▁▂▃▄▅▆▇█"
 BRAILLE = 0x2800
@@ -92,3 +97,40 @@ def _thin(points: Sequence[tuple[float, float]], x: Range, width: int) -> list[t
         (sum(px for px, _ in column) / len(column), sum(py for _, py in column) / len(column))
         for _, column in sorted(columns.items())
     ]
+
+
+class Column(NamedTuple):
+    """A column of a table. `width` 0 means a share of the room that is left, for text; `keeps_end` cuts off its
+    beginning."""
+
+    title: str
+    width: int = 0
+    left: bool = False
+    keeps_end: bool = False
+
+    def cell(self, text: str, share: int) -> str:
+        if self.width:
+            return fit(text, self.width, right=not self.left)
+        return (fit_end if self.keeps_end else fit)(one_line(text), share - 1) + " "[:share]
+
+
+def table(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[tuple[str, str]]],
+    width: int,
+    height: int,
+    counts: Sequence[int] = (),
+) -> list[Text]:
+    """Return a heading and a line for each row, whose cells are text with a style. If there are too many rows, the
+    last line says how many are left, where a row counts as often as `counts` says."""
+    if not rows:
+        return [Text("none", QUIET)]
+    shares = sum(not column.width for column in columns)
+    share = max(0, width - sum(column.width for column in columns)) // shares
+    fits = height - 1 if len(rows) < height else height - 2
+    lines = [Text("".join(column.cell(column.title, share) for column in columns), f"{QUIET} underline")]
+    for row in rows[:fits]:
+        cells = zip(columns, row)
+        lines.append(Text.assemble(*((column.cell(text, share), style) for column, (text, style) in cells)))
+    left = sum(counts[fits:]) if counts else len(rows) - fits
+    return [*lines, Text(f"  and {left:,} more", QUIET)] if len(rows) > fits else lines

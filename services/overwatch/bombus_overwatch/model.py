@@ -1,11 +1,12 @@
-"""The fold that the screen draws: the state of the hive, and what it does not keep: rates, episodes, figures by step.
+"""What the screen draws from: the record of a log, as all pages show it, and the newest episodes and events.
 
 Pure: no clock, no I/O, no widgets. Everything that grows has a limit.
 """
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -14,53 +15,25 @@ from bombus.hive.bounded import trim
 from bombus.hive.describe import KINDS, EventGroup
 from bombus.hive.events import AbortReason, AnyEvent, EpisodeType, Event, NotedCall
 from bombus.hive.fold.evolve import evolve
-from bombus.hive.operations.state import FORWARD_BACKWARD, OPTIM_STEP, mean_loss
-from bombus.hive.state import EngineState, EvalStats, Hive
+from bombus.hive.operations.state import FORWARD_BACKWARD, OPTIM_STEP
+from bombus.hive.state import EngineState, Hive
 from bombus.insight.metrics import step_metrics
-from bombus.insight.runs import Runs
+from bombus.insight.record import Moment, Record
 
-TAIL_KEPT = 500  # events per group of an engine, so that many calls do not displace other events
-VERSIONS_KEPT = 4_096
+FRAME_EVENTS = 1_000
+FRAMES_KEPT = 6  # enough that at least the newest 5,000 events can be shown again
+SAMPLERS_KEPT = 4_096
 STEPS_KEPT = 4_096
-SECONDS_KEPT = 600
-STAGES_KEPT = 100
 EPISODES_KEPT = 4_096
 CALLS_KEPT = 64  # the newest of each episode
-RUNS_KEPT = 8  # runs whose figures by step are kept
-MODELS_SHOWN = 64  # models whose history is kept: the most recently trained
-SECOND = 1_000_000_000
+MODELS_KEPT = 64  # models whose operations are kept: the most recently trained
 
 
-class LoggedEvent(msgspec.Struct, frozen=True, array_like=True):
+class LoggedEvent(NamedTuple):
     """An event and its position on the log."""
 
     position: int
     event: Event
-
-
-class SecondCounts(msgspec.Struct, array_like=True):
-    """Tokens and episodes that came in during one second of log time."""
-
-    second: int
-    tokens: int = 0
-    episodes: int = 0
-
-
-class Stage(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    at_ns: int
-
-
-def _tails() -> dict[EventGroup, deque[LoggedEvent]]:
-    return {group: deque(maxlen=TAIL_KEPT) for group in EventGroup}
-
-
-class ModelHistory(msgspec.Struct):
-    """The results of one model's operations. `losses` has the mean loss per token of each forward_backward."""
-
-    losses: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    grad_norms: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    seconds: deque[SecondCounts] = msgspec.field(default_factory=lambda: deque(maxlen=SECONDS_KEPT))
 
 
 class EpisodeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,210 +59,204 @@ class EpisodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
 
 
-class EngineHistory(msgspec.Struct, kw_only=True):
-    """The history of one engine. Everything but the tails is reset when a run starts."""
+class RunHistory(NamedTuple):
+    """What is kept of an engine's run beside its state and its figures. The values cannot change: copies share them.
 
-    tails: dict[EventGroup, deque[LoggedEvent]] = msgspec.field(default_factory=_tails)
-    rewards: dict[int, EvalStats] = {}  # in an operations run, by the number of the saved model that was sampled from
-    samplers: dict[str, int] = {}  # saved models, numbered in the order in which their first episodes ended
-    samplers_seen: int = 0
-    seconds: deque[SecondCounts] = msgspec.field(default_factory=lambda: deque(maxlen=SECONDS_KEPT))
-    stages: deque[Stage] = msgspec.field(default_factory=lambda: deque(maxlen=STAGES_KEPT))
-    booted_ns: int = 0
-    aborted: dict[str, int] = {}  # number of episodes, by kind of failure or reason
-    dropped: dict[str, int] = {}
-    models: dict[str, ModelHistory] = {}  # of training clients, most recently trained last
-    episodes: dict[str, EpisodeRecord] = {}  # the newest of the run, in the order in which they were claimed
-
-
-class HiveView(msgspec.Struct, kw_only=True):
-    """Everything that the screen can show at `position`."""
-
-    hive: Hive = msgspec.field(default_factory=Hive)
-    position: int = 0
-    histories: dict[str, EngineHistory] = {}
-
-    def history(self, engine: str) -> EngineHistory:
-        history = self.histories.get(engine)
-        if history is None:
-            history = self.histories[engine] = EngineHistory()
-        return history
-
-
-def fold(view: HiveView, position: int, event: Event) -> None:
-    """Fold the event at `position` of the log into the view, in place."""
-    evolve(view.hive, event)
-    view.position = position
-    if isinstance(event, ev.EngineStarted):
-        view.histories[event.engine] = EngineHistory(tails=view.history(event.engine).tails)
-    history = view.history(event.engine)
-    _remember(history, LoggedEvent(position, event))
-    _note(history, event, view.hive.engine(event.engine))
-    _record(history, event)
-
-
-def _remember(history: EngineHistory, logged: LoggedEvent) -> None:
-    kind = KINDS[type(logged.event)]
-    history.tails[EventGroup.ALL].append(logged)
-    history.tails[kind.group].append(logged)
-    if kind.trouble:
-        history.tails[EventGroup.TROUBLE].append(logged)
-
-
-def _note(history: EngineHistory, event: Event, engine: EngineState) -> None:
-    match event:
-        case ev.CallsNoted():
-            _second_of(history, event.at_ns).tokens += sum(call.completion_tokens for call in event.calls)
-        case ev.EpisodeEnded():
-            _ended(history, event, engine)
-        case ev.EpisodeAborted():
-            why = event.failure or ("by its client" if event.reason == AbortReason.CLIENT else str(event.reason))
-            history.aborted[why] = history.aborted.get(why, 0) + len(event.episodes)
-        case ev.GroupDropped():
-            history.dropped[event.reason] = history.dropped.get(event.reason, 0) + len(event.episodes)
-        case ev.PoolCleared():
-            history.dropped[event.reason] = history.dropped.get(event.reason, 0) + event.episodes
-        case ev.OperationCompleted() if not event.failed:
-            _computed(history, event)
-        case ev.EngineProgressed():
-            history.stages.append(Stage(event.stage, event.at_ns))
-        case ev.EngineBooted():
-            history.booted_ns = event.at_ns
-        case _:
-            pass
-
-
-def _computed(history: EngineHistory, event: ev.OperationCompleted) -> None:
-    if event.op not in (FORWARD_BACKWARD, OPTIM_STEP):
-        return
-    model = history.models.pop(event.model, None) or ModelHistory()
-    history.models[event.model] = model
-    trim(history.models, MODELS_SHOWN)
-    _second_of(model, event.at_ns).tokens += int(event.metrics.get("tokens", 0.0))
-    if (loss := mean_loss(event.metrics)) is not None:
-        model.losses.append(loss)
-    if event.op == OPTIM_STEP and "grad_norm" in event.metrics:
-        model.grad_norms.append(event.metrics["grad_norm"])
-
-
-def _second_of(history: EngineHistory | ModelHistory, at_ns: int) -> SecondCounts:
-    second = at_ns // SECOND
-    if not history.seconds or history.seconds[-1].second < second:
-        history.seconds.append(SecondCounts(second))
-    return history.seconds[-1]
-
-
-def _ended(history: EngineHistory, event: ev.EpisodeEnded, engine: EngineState) -> None:
-    _second_of(history, event.at_ns).episodes += len(event.outcomes)
-    for outcome in event.outcomes:
-        completed = engine.pool.get(outcome.episode)
-        if completed is None or not engine.clients_take_episodes or event.type == EpisodeType.EVAL:
-            continue  # figures by step have the rewards of jobs, and the hive's state those of held-out tasks
-        stats = history.rewards.setdefault(_number_of(history, completed.sampler), EvalStats())
-        stats.episodes += 1
-        stats.reward_sum += outcome.reward
-        stats.successes += bool(outcome.is_success)
-    while len(history.rewards) > VERSIONS_KEPT:
-        del history.rewards[next(iter(history.rewards))]
-
-
-def _number_of(history: EngineHistory, sampler: str) -> int:
-    """Return the number of a saved model."""
-    number = history.samplers.get(sampler)
-    if number is None:
-        history.samplers_seen += 1
-        number = history.samplers[sampler] = history.samplers_seen
-        trim(history.samplers, VERSIONS_KEPT)
-    return number
-
-
-# ---- episodes -----------------------------------------------------------------------------------------------------
-
-
-def _record(history: EngineHistory, event: Event) -> None:
-    match event:
-        case ev.EpisodeClaimed():
-            _claimed(history, event)
-        case ev.CallsNoted():
-            _called(history, event)
-        case ev.EpisodeEnded():
-            for outcome in event.outcomes:
-                found = {"task": outcome.task, "reward": outcome.reward, "is_success": outcome.is_success}
-                failure = outcome.failure or ""
-                _change(history, [outcome.episode], fate="ended", over_ns=event.at_ns, failure=failure, **found)
-        case ev.EpisodeAborted():
-            fate = f"aborted: {event.reason}" + (f" ({event.detail})" if event.detail else "")
-            _change(history, event.episodes, fate=fate, failure=event.failed_by or "", over_ns=event.at_ns)
-        case ev.GroupDropped():
-            _change(history, event.episodes, fate=f"dropped: {event.reason}")
-        case ev.EpisodesTaken():
-            _change(history, event.episodes, fate="taken by its client")
-        case ev.BatchReady():
-            for group in event.groups:
-                _change(history, [each.episode for each in group.episodes], fate="in a batch", step=event.step)
-
-
-def _claimed(history: EngineHistory, event: ev.EpisodeClaimed) -> None:
-    for episode in event.episodes:
-        history.episodes[episode] = EpisodeRecord(
-            episode=episode,
-            task=event.task_hint,
-            client=event.client,
-            type=event.type,
-            version=event.version,
-            claimed_ns=event.at_ns,
-        )
-    trim(history.episodes, EPISODES_KEPT)
-
-
-def _called(history: EngineHistory, event: ev.CallsNoted) -> None:
-    for call in event.calls:
-        record = history.episodes.get(call.episode)
-        if record is not None:
-            calls = (*record.calls[1 - CALLS_KEPT :], (event.at_ns, call))
-            tokens = record.tokens + call.completion_tokens
-            _change(history, [call.episode], calls=calls, tokens=tokens, calls_made=record.calls_made + 1)
-
-
-def _change(history: EngineHistory, episodes: Iterable[str], **changes: Any) -> None:
-    """Change what is kept of these episodes. Records are replaced, since copies of a view share them."""
-    for episode in episodes:
-        if (record := history.episodes.get(episode)) is not None:
-            history.episodes[episode] = msgspec.structs.replace(record, **changes)
-
-
-# ---- figures by step ----------------------------------------------------------------------------------------------
-
-
-class StepPoint(msgspec.Struct, frozen=True, array_like=True):
-    """The figures of a step, by the names that `step_metrics` gives them. The event at `position` completed it."""
-
-    step: int
-    position: int
-    metrics: dict[str, float]
-
-
-class StepCurves:
-    """The figures by step of the newest runs of jobs, as all other pages show them.
-
-    They belong to the log, not to a view of it: `until` returns those that were known at a position.
+    `episodes` has the newest, in the order in which they were claimed. `rewards` has the number of episodes and the sum
+    of their rewards for each saved model that training clients sampled from. `lost` counts the episodes that were
+    aborted or dropped, by what happened and why.
     """
 
-    def __init__(self, hive: Hive | None = None) -> None:
-        self._runs = Runs(hive or Hive())
-        self._points: dict[str, deque[StepPoint]] = {}
+    episodes: dict[str, EpisodeRecord]
+    rewards: dict[str, tuple[int, float]]
+    lost: dict[tuple[str, str], int]
 
-    def note(self, position: int, event: Event) -> None:
-        self._runs.note(position, cast(AnyEvent, event))
-        if not isinstance(event, ev.StepCompleted):
-            return
-        name = f"{event.engine}-{event.run}"
-        series = self._runs.series.get(name)
-        if series is not None and series.steps and series.steps[-1].done_seq == position:
-            row = series.steps[-1]
-            points = self._points.setdefault(name, deque(maxlen=STEPS_KEPT))
-            points.append(StepPoint(row.step, position, step_metrics(row)))
-            trim(self._points, RUNS_KEPT)
+    def note(self, event: Event, engine: EngineState) -> None:
+        """Note an event that is already folded into `engine`."""
+        match event:
+            case ev.EpisodeClaimed():
+                self._claimed(event)
+            case ev.CallsNoted():
+                self._called(event)
+            case ev.EpisodeEnded():
+                self._ended(event, engine)
+            case ev.EpisodeAborted():
+                fate = f"aborted: {event.reason}" + (f" ({event.detail})" if event.detail else "")
+                self._change(event.episodes, fate=fate, failure=event.failed_by or "", over_ns=event.at_ns)
+                by_client = event.reason == AbortReason.CLIENT
+                self._lose("aborted", event.failure or ("by its client" if by_client else event.reason), event.episodes)
+            case ev.GroupDropped():
+                self._change(event.episodes, fate=f"dropped: {event.reason}")
+                self._lose("dropped", event.reason, event.episodes)
+            case ev.PoolCleared():
+                self._lose("dropped", event.reason, range(event.episodes))
+            case ev.EpisodesTaken():
+                self._change(event.episodes, fate="taken by its client")
+            case ev.BatchReady():
+                episodes = (each.episode for group in event.groups for each in group.episodes)
+                self._change(episodes, fate="in a batch", step=event.step)
 
-    def until(self, position: int, engine: str, run: int) -> list[StepPoint]:
-        return [point for point in self._points.get(f"{engine}-{run}", ()) if point.position <= position]
+    def _claimed(self, event: ev.EpisodeClaimed) -> None:
+        for episode in event.episodes:
+            self.episodes[episode] = EpisodeRecord(
+                episode=episode,
+                task=event.task_hint,
+                client=event.client,
+                type=event.type,
+                version=event.version,
+                claimed_ns=event.at_ns,
+            )
+        trim(self.episodes, EPISODES_KEPT)
+
+    def _called(self, event: ev.CallsNoted) -> None:
+        for call in event.calls:
+            if (record := self.episodes.get(call.episode)) is not None:
+                calls = (*record.calls[1 - CALLS_KEPT :], (event.at_ns, call))
+                tokens = record.tokens + call.completion_tokens
+                self._change([call.episode], calls=calls, tokens=tokens, calls_made=record.calls_made + 1)
+
+    def _ended(self, event: ev.EpisodeEnded, engine: EngineState) -> None:
+        for outcome in event.outcomes:
+            found = {"task": outcome.task, "reward": outcome.reward, "is_success": outcome.is_success}
+            failure = outcome.failure or ""
+            self._change([outcome.episode], fate="ended", over_ns=event.at_ns, failure=failure, **found)
+            completed = engine.pool.get(outcome.episode)
+            if completed is not None and engine.clients_take_episodes and event.type != EpisodeType.EVAL:
+                count, total = self.rewards.get(completed.sampler, (0, 0.0))
+                self.rewards[completed.sampler] = count + 1, total + outcome.reward
+        trim(self.rewards, SAMPLERS_KEPT)
+
+    def _change(self, episodes: Iterable[str], **changes: Any) -> None:
+        for episode in episodes:
+            if (record := self.episodes.get(episode)) is not None:
+                self.episodes[episode] = msgspec.structs.replace(record, **changes)
+
+    def _lose(self, what: str, why: str, episodes: Sequence[object]) -> None:
+        self.lost[what, str(why)] = self.lost.get((what, str(why)), 0) + len(episodes)
+
+
+class HiveView:
+    """A hive at one position of its log, and the histories of its engines' runs, which are copied."""
+
+    def __init__(self, moment: Moment, histories: dict[str, RunHistory]) -> None:
+        self.moment = moment
+        self.histories = _copied(histories)
+
+    def history(self, engine: str) -> RunHistory:
+        return self.histories.setdefault(engine, RunHistory({}, {}, {}))
+
+    def note(self, event: Event) -> None:
+        """Note an event that is already folded into `moment`."""
+        if isinstance(event, ev.EngineStarted):
+            self.histories.pop(event.engine, None)
+        self.history(event.engine).note(event, self.moment.hive.engine(event.engine))
+
+
+def _copied(histories: dict[str, RunHistory]) -> dict[str, RunHistory]:
+    return {
+        engine: RunHistory(each.episodes.copy(), each.rewards.copy(), each.lost.copy())
+        for engine, each in histories.items()
+    }
+
+
+class Timeline:
+    """A log, folded: its `record`, the view after its newest event as `live`, and what going back in time needs.
+
+    `at` returns the view at an earlier position, folded from the nearest frame: a copy of the view that is kept every
+    `frame_events` events. What belongs to the log rather than to a view, each method returns up to a position.
+    """
+
+    def __init__(
+        self,
+        hive: Hive | None = None,
+        position: int = 0,
+        frame_events: int = FRAME_EVENTS,
+        frames_kept: int = FRAMES_KEPT,
+    ) -> None:
+        self.record = Record(hive or Hive(), position)
+        self.live = HiveView(self.record.live, {})
+        self._frame_events = frame_events
+        self._frames: deque[tuple[int, bytes, dict[str, RunHistory]]] = deque(maxlen=frames_kept)
+        self._events: deque[LoggedEvent] = deque(maxlen=frame_events * frames_kept)
+        self._tails: dict[tuple[str, EventGroup], deque[LoggedEvent]] = {}  # few of a kind are not displaced by many
+        self._computed: dict[
+            tuple[str, int, str], deque[tuple[int, ev.OperationCompleted]]
+        ] = {}  # by engine, run and model
+        self._metrics: dict[int, dict[str, float]] = {}  # of steps, by `done_seq`
+        self._folded = 0
+
+    def fold(self, position: int, event: Event) -> None:
+        if not self._folded % self._frame_events:
+            self._frames.append((self.newest, self.record.live.encode(), _copied(self.live.histories)))
+        self._folded += 1
+        evolve(self.record.live.hive, event)
+        self.record.note(position, cast(AnyEvent, event), event.at_ns)
+        self.live.note(event)
+        self._keep(LoggedEvent(position, event))
+
+    def _keep(self, logged: LoggedEvent) -> None:
+        event, kind = logged.event, KINDS[type(logged.event)]
+        self._events.append(logged)
+        groups = {EventGroup.ALL, kind.group} | ({EventGroup.TROUBLE} if kind.trouble else set())
+        for group in groups:
+            self._tails.setdefault((event.engine, group), deque(maxlen=self._events.maxlen)).append(logged)
+        if isinstance(event, ev.OperationCompleted) and event.op in (FORWARD_BACKWARD, OPTIM_STEP) and not event.failed:
+            key = event.engine, event.run, event.model
+            computed = self._computed[key] = self._computed.pop(key, deque(maxlen=STEPS_KEPT))
+            computed.append((logged.position, event))
+            trim(self._computed, MODELS_KEPT)
+
+    @property
+    def oldest(self) -> int:
+        """The earliest position that can be shown."""
+        return self._frames[0][0] if self._frames else self.newest
+
+    @property
+    def newest(self) -> int:
+        return self.record.live.position
+
+    def moved(self, position: int, events: int) -> int:
+        """Return the position `events` events later (earlier if negative), limited to the events that are kept."""
+        positions = [self.oldest, *(each.position for each in self._events if each.position > self.oldest)]
+        index = bisect_left(positions, position) + events
+        return positions[min(max(index, 0), len(positions) - 1)]
+
+    def at(self, position: int) -> HiveView:
+        """Return a new view with all events up to `position`, which is limited to `oldest`."""
+        frames = [frame for frame in self._frames if frame[0] <= position] or [*self._frames][:1]
+        if not frames:
+            return self.live
+        start, moment, histories = frames[-1]
+        view = HiveView(Moment.decode(moment), histories)
+        for seq, event in self._events:
+            if start < seq <= position:
+                view.moment.fold(seq, cast(AnyEvent, event), event.at_ns)
+                view.note(event)
+        return view
+
+    # ---- up to a position -----------------------------------------------------------------------------------------
+
+    def tail(self, engine: str, group: EventGroup, position: int) -> Iterator[LoggedEvent]:
+        """Yield the events of an engine up to a position, the newest first."""
+        return (each for each in reversed(self._tails.get((engine, group), ())) if each.position <= position)
+
+    def steps(self, engine: str, run: int, position: int) -> list[tuple[int, dict[str, float]]]:
+        """Return each step that a run of a job had completed, with its figures as all pages show them."""
+        series = self.record.runs.series.get(f"{engine}-{run}")
+        rows = [row for row in series.steps if row.done_seq <= position] if series is not None else []
+        for row in rows:
+            if row.done_seq not in self._metrics:
+                self._metrics[row.done_seq] = step_metrics(row)
+        found = [(row.step, self._metrics[row.done_seq]) for row in rows]
+        trim(self._metrics, 2 * STEPS_KEPT)
+        return found
+
+    def computed(self, engine: str, run: int, position: int) -> dict[str, list[ev.OperationCompleted]]:
+        """Return the operations by which clients have trained each model of a run, the newest model last."""
+        found: dict[str, list[tuple[int, ev.OperationCompleted]]] = {}
+        for (name, number, model), kept in self._computed.items():
+            known = [each for each in kept if each[0] <= position] if (name, number) == (engine, run) else []
+            if known:
+                found[model] = known
+        newest_last = sorted(found.items(), key=lambda item: item[1][-1][0])
+        return {model: [event for _, event in known] for model, known in newest_last}

@@ -24,7 +24,7 @@ class RewardPanel(Panel):
 
     def retitle(self, screen: Screen) -> None:
         self.border_title = f"Reward by {'saved model' if screen.rewards.by_sampler else 'step'}"
-        self.border_subtitle = _of_episodes(screen.status.rollouts) if screen.status is not None else ""
+        self.border_subtitle = _of_episodes(screen.status.rollouts)
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         rows = [_legend(screen.rewards, width)]

@@ -1,31 +1,23 @@
-"""The contents of the screen as data, computed from the view by one pure function and drawn by the widgets."""
+"""The contents of the screen as data, computed from the timeline by one pure function and drawn by the widgets."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from bombus.figures import one_line, seconds_between
-from bombus.hive.describe import EventGroup, line_of, tone_of
+from bombus.hive import events as ev
+from bombus.hive.describe import EventGroup
 from bombus.hive.events import HIVE, EpisodeType
 from bombus.hive.operations.state import mean_loss
-from bombus.hive.state import EngineState, EvalStats, Phase
+from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.data import engine_status, multi_model_claims
-from bombus.hive.status.rows import EngineStatus, ModelStatus, MultiModelClaimStatus, OpenEpisode, TrainerStatus
-from bombus_overwatch.model import (
-    SECOND,
-    EngineHistory,
-    EpisodeRecord,
-    HiveView,
-    LoggedEvent,
-    ModelHistory,
-    SecondCounts,
-    StepCurves,
-    StepPoint,
-)
+from bombus.hive.status.rows import EngineStatus, ModelStatus, MultiModelClaimStatus, OpenEpisode
+from bombus.insight.record import SECOND, SECONDS_KEPT
+from bombus_overwatch.model import EpisodeRecord, HiveView, LoggedEvent, RunHistory, Timeline
 
 TAIL_SHOWN = 200
-RATE_S = 30  # seconds that the rates are averaged over
-RATE_CURVE_S = 300
+RATE_S = 30  # seconds that the rates of models are averaged over
 NEAR_LIMIT = 0.75  # an episode that has used this share of its idle limit stands out
 HALF_LIMIT = 0.5
 
@@ -96,37 +88,17 @@ class RewardCurves:
 
 
 @dataclass(frozen=True)
-class TrainingSummary:
-    """The trainer's state and curves.
+class TrainingCurves:
+    """The curves of training, by step, and the newest step with its figures.
 
     In an operations run, `model` names the model that the curves belong to; in a run with batches, it is "".
     """
 
-    trainer: TrainerStatus
-    last_step: int | None
     loss: tuple[float, ...]
     grad_norm: tuple[float, ...]
-    staleness: float | None
-    merge_share: float | None  # share of calls that extended an earlier call token for token
-    others: tuple[tuple[str, float], ...]  # the last step's other figures
+    last_step: int | None
+    metrics: dict[str, float]
     model: str = ""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Means over the last `RATE_S` seconds, and tokens per second over the last `RATE_CURVE_S`, oldest first."""
-
-    tokens_s: float
-    episodes_s: float
-    tokens_curve: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class TailRow:
-    position: int
-    at_ns: int
-    text: str
-    tone: EventGroup
 
 
 class Link(StrEnum):
@@ -153,43 +125,36 @@ class ViewerState:
 
 @dataclass(frozen=True)
 class Screen:
-    """Everything that is drawn, at `position`. `status` is None until the log names an engine."""
+    """Everything that is drawn, at `position`. `engine` is "" until the log names an engine, and `status` then empty.
+
+    `tokens` has the tokens of each of the last seconds, oldest first, and `lost` the episodes that were aborted or
+    dropped, by what happened and why.
+    """
 
     position: int
     now_ns: int
     engines: tuple[str, ...]
     engine: str
-    status: EngineStatus | None
+    status: EngineStatus
     stages: tuple[StageRow, ...]
     episodes: tuple[EpisodeRow, ...]
     models: tuple[ModelRow, ...]
     rewards: RewardCurves
-    training: TrainingSummary
-    rates: Rates
-    aborted: tuple[tuple[str, int], ...]
-    dropped: tuple[tuple[str, int], ...]
-    tail: tuple[TailRow, ...]
+    training: TrainingCurves
+    tokens: tuple[float, ...]
+    tokens_s: float
+    episodes_s: float
+    lost: tuple[tuple[tuple[str, str], int], ...]
+    tail: tuple[LoggedEvent, ...]
     tail_group: EventGroup
 
 
-@dataclass(frozen=True)
-class ShownGroup:
-    """Episodes of one task that belong together. `key` is where they are, such as "step 12", and their task."""
-
-    key: tuple[str, str]
-    episodes: tuple[EpisodeRecord, ...]
-
-    @property
-    def names(self) -> set[str]:
-        return {each.episode for each in self.episodes}
-
-
-def groups_of(history: EngineHistory) -> list[ShownGroup]:
-    """Return the groups of a run's newest episodes, the newest group first."""
+def groups_of(history: RunHistory) -> dict[tuple[str, str], list[EpisodeRecord]]:
+    """Return the groups of a run's newest episodes, the newest group first, by where they are and their task."""
     groups: dict[tuple[str, str], list[EpisodeRecord]] = {}
     for record in reversed(history.episodes.values()):
-        groups.setdefault((_batch_of(record), record.task), []).append(record)
-    return [ShownGroup(key, tuple(reversed(episodes))) for key, episodes in groups.items()]
+        groups.setdefault((_batch_of(record), record.task), []).insert(0, record)
+    return groups
 
 
 def _batch_of(record: EpisodeRecord) -> str:
@@ -199,35 +164,39 @@ def _batch_of(record: EpisodeRecord) -> str:
 
 
 def engines_of(view: HiveView) -> tuple[str, ...]:
-    return tuple(sorted(name for name in view.hive.engines if name != HIVE))
+    return tuple(sorted(name for name in view.moment.hive.engines if name != HIVE))
 
 
 def screen_data(
-    view: HiveView, curves: StepCurves, now_ns: int, engine: str = "", group: EventGroup = EventGroup.ALL
+    timeline: Timeline, view: HiveView, now_ns: int, engine: str = "", group: EventGroup = EventGroup.ALL
 ) -> Screen:
-    """Return what to show at `now_ns` for `engine`, or for the first engine if unknown. The tail shows `group`."""
-    engines = engines_of(view)
+    """Return what to show of `view` at `now_ns` for `engine`, or for the first engine if unknown. The tail shows
+    `group`."""
+    moment, engines = view.moment, engines_of(view)
     chosen = engine if engine in engines else next(iter(engines), "")
-    state = view.hive.engines.get(chosen) or EngineState(name=chosen)
-    history = view.histories.get(chosen) or EngineHistory()
-    now_ns = max(now_ns, view.hive.now_ns)
+    state = moment.hive.engines.get(chosen) or EngineState(name=chosen)
+    history = view.histories.get(chosen) or RunHistory({}, {}, {})
+    now_ns = max(now_ns, moment.now_ns)
     status = engine_status(state, now_ns)
-    steps = curves.until(view.position, chosen, state.run)
+    steps = timeline.steps(chosen, state.run, moment.position)
+    computed = timeline.computed(chosen, state.run, moment.position)
+    tokens_s, episodes_s = moment.per_second(chosen, now_ns)
     return Screen(
-        position=view.position,
+        position=moment.position,
         now_ns=now_ns,
         engines=engines,
         engine=chosen,
-        status=status if chosen else None,
-        stages=_stages(state, history, now_ns),
+        status=status,
+        stages=_stages(timeline, view, state, now_ns),
         episodes=_episodes(view, status, now_ns),
-        models=_models(status, history, now_ns),
+        models=_models(status, computed, now_ns),
         rewards=_rewards(state, history, steps),
-        training=_training(state, status, history, steps),
-        rates=_window(history.seconds, now_ns // SECOND),
-        aborted=_by_count(history.aborted),
-        dropped=_by_count(history.dropped),
-        tail=_tail(view, chosen, group),
+        training=_of_model(state, computed) if status.clients_take_episodes else _of_steps(state, steps),
+        tokens=_tokens(view, chosen, now_ns),
+        tokens_s=tokens_s,
+        episodes_s=episodes_s,
+        lost=tuple(sorted(history.lost.items(), key=lambda row: (row[0][0], -row[1], row[0][1]))),
+        tail=_tail(timeline, chosen, group, moment.position),
         tail_group=group,
     )
 
@@ -238,7 +207,7 @@ def _episodes(view: HiveView, status: EngineStatus, now_ns: int) -> tuple[Episod
     The rows that have been idle longest come first.
     """
     rows = [_episode_row(episode) for episode in status.open_episodes if not episode.partners]
-    claims = multi_model_claims(view.hive, now_ns) if len(rows) < len(status.open_episodes) else ()
+    claims = multi_model_claims(view.moment.hive, now_ns) if len(rows) < len(status.open_episodes) else ()
     rows += [_multi_model_row(claim) for claim in claims if status.engine in claim.engines]
     return tuple(sorted(rows, key=lambda row: (-row.episode.idle_s, row.episode.episode)))
 
@@ -263,122 +232,105 @@ def _episode_row(episode: OpenEpisode, count: int = 1) -> EpisodeRow:
     return EpisodeRow(episode, episode.idle_s / episode.limit_s if episode.limit_s > 0 else 0.0, count)
 
 
-def _stages(engine: EngineState, history: EngineHistory, now_ns: int) -> tuple[StageRow, ...]:
+def _stages(timeline: Timeline, view: HiveView, engine: EngineState, now_ns: int) -> tuple[StageRow, ...]:
     """Return the boot stages. Each stage ends when the next one begins; the last one ends when booting ends."""
-    if history.booted_ns:
-        last, end_ns = StageState.DONE, history.booted_ns
+    logged = timeline.tail(engine.name, EventGroup.ENGINE, view.moment.position)
+    found = [each.event for each in logged if isinstance(each.event, ev.EngineProgressed)][::-1]
+    stages = [event for event in found if event.run == engine.run]
+    booted = view.moment.last.of(ev.EngineBooted, engine.name)
+    if booted is not None and booted.run == engine.run:
+        last, end_ns = StageState.DONE, booted.at_ns
     elif engine.phase == Phase.BOOTING:
         last, end_ns = StageState.RUNNING, now_ns
     else:
         last, end_ns = StageState.BROKEN, engine.phase_since_ns
-    ends = [*(stage.at_ns for stage in history.stages), end_ns][1:]
+    ends = [*(stage.at_ns for stage in stages), end_ns][1:]
     states = [*(StageState.DONE for _ in ends[1:]), last]
     return tuple(
-        StageRow(one_line(stage.name), seconds_between(stage.at_ns, until_ns), state)
-        for stage, until_ns, state in zip(history.stages, ends, states)
+        StageRow(one_line(stage.stage), seconds_between(stage.at_ns, until_ns), state)
+        for stage, until_ns, state in zip(stages, ends, states)
     )
 
 
-def _rewards(engine: EngineState, history: EngineHistory, steps: Sequence[StepPoint]) -> RewardCurves:
+def _rewards(engine: EngineState, history: RunHistory, steps: Sequence[tuple[int, dict[str, float]]]) -> RewardCurves:
     by_sampler = engine.clients_take_episodes
     if by_sampler:
-        current = history.samplers_seen
-        now = history.rewards.get(current) or EvalStats()
-        done = [(number, stats.mean) for number, stats in sorted(history.rewards.items()) if number < current]
+        *done, (_, (episodes, total)) = [*enumerate(history.rewards.values(), 1)] or [(0, (0, 0.0))]
+        train = [(number, total / count) for number, (count, total) in done]
     else:
         waiting = [each.reward for each in engine.pool.values()]
-        now = EvalStats(episodes=len(waiting), reward_sum=sum(waiting))
-        done = _curve(steps, REWARD)
+        episodes, total = len(waiting), sum(waiting)
+        train = [(step, metrics[REWARD]) for step, metrics in steps if REWARD in metrics]
     held_out = {version: stats for version, stats in sorted(engine.evals.items()) if stats.episodes}
     newest = held_out[max(held_out)].data_sets if held_out else {}
     return RewardCurves(
-        train=tuple(done),
+        train=tuple(train),
         held_out=tuple((version, stats.mean) for version, stats in held_out.items()),
-        now_mean=now.mean if now.episodes else None,
-        now_episodes=now.episodes,
+        now_mean=total / episodes if episodes else None,
+        now_episodes=episodes,
         by_sampler=by_sampler,
         data_sets=tuple((one_line(name), stats.mean) for name, stats in sorted(newest.items()) if stats.episodes),
     )
 
 
-def _models(status: EngineStatus, history: EngineHistory, now_ns: int) -> tuple[ModelRow, ...]:
+def _models(
+    status: EngineStatus, computed: dict[str, list[ev.OperationCompleted]], now_ns: int
+) -> tuple[ModelRow, ...]:
     """Return the existing models, the most recently trained first."""
-    if status.operations is None:
-        return ()
-    order = {name: number for number, name in enumerate(history.models, 1)}
-    rows = sorted(status.operations.models, key=lambda row: (-order.get(row.model, 0), row.model))
-    empty = ModelHistory()
+    rows = () if status.operations is None else status.operations.models
+    order = {name: number for number, name in enumerate(computed, 1)}
     return tuple(
-        ModelRow(
-            row,
-            mean_loss(row.scored),
-            _window(history.models.get(row.model, empty).seconds, now_ns // SECOND).tokens_s,
-        )
-        for row in rows
+        ModelRow(row, mean_loss(row.scored), _trained_per_second(computed.get(row.model, []), now_ns // SECOND))
+        for row in sorted(rows, key=lambda row: (-order.get(row.model, 0), row.model))
     )
 
 
-def _curve(steps: Sequence[StepPoint], name: str) -> list[tuple[int, float]]:
-    return [(point.step, point.metrics[name]) for point in steps if name in point.metrics]
+def _trained_per_second(events: Sequence[ev.OperationCompleted], now: int) -> float:
+    """Return how many tokens a model was trained on per second of late, or since its first operation if that is
+    less."""
+    recent = [event for event in events if 0 <= now - event.at_ns // SECOND < RATE_S]
+    lasted = now - events[0].at_ns // SECOND + 1 if events else RATE_S
+    return sum(event.metrics.get("tokens", 0.0) for event in recent) / min(RATE_S, max(1, lasted))
 
 
-def _values(steps: Sequence[StepPoint], name: str) -> tuple[float, ...]:
-    return tuple(value for _, value in _curve(steps, name))
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Return the place of a figure in the list of figures, for sorting."""
-    return next((n for n, start in enumerate(LISTED_FIRST) if name.startswith(start)), len(LISTED_FIRST)), name
-
-
-def _training(
-    engine: EngineState, status: EngineStatus, history: EngineHistory, steps: Sequence[StepPoint]
-) -> TrainingSummary:
-    metrics = steps[-1].metrics if steps else {}
-    counters = engine.counters
-    shown = {REWARD, LOSS, GRAD_NORM, STALENESS, MERGED}
-    merged = metrics.get(MERGED)
-    of_agents = counters.calls - counters.calls_masked
-    if merged is None and of_agents:
-        merged = counters.calls_merged / of_agents
-    model, computed = next(reversed(history.models.items()), ("", ModelHistory()))
-    is_of_clients = status.clients_take_episodes
-    return TrainingSummary(
-        trainer=status.trainer,
-        last_step=steps[-1].step if steps else None,
-        loss=tuple(computed.losses) if is_of_clients else _values(steps, LOSS),
-        grad_norm=tuple(computed.grad_norms) if is_of_clients else _values(steps, GRAD_NORM),
-        staleness=metrics.get(STALENESS),
-        merge_share=merged,
-        others=tuple((one_line(name), metrics[name]) for name in sorted(metrics, key=_place) if name not in shown),
-        model=one_line(model) if is_of_clients else "",
+def _of_model(engine: EngineState, computed: dict[str, list[ev.OperationCompleted]]) -> TrainingCurves:
+    model, events = next(reversed(computed.items()), ("", []))
+    losses = (mean_loss(event.metrics) for event in events)
+    norms = (event.metrics.get("grad_norm") for event in events)
+    return TrainingCurves(
+        loss=tuple(loss for loss in losses if loss is not None),
+        grad_norm=tuple(norm for norm in norms if norm is not None),
+        last_step=None,
+        metrics=_merged(engine),
+        model=one_line(model),
     )
 
 
-def _window(seconds: Sequence[SecondCounts], now: int) -> Rates:
-    tokens = episodes = 0
-    curve = [0.0] * RATE_CURVE_S
-    for entry in seconds:
-        age = now - entry.second
-        if 0 <= age < RATE_S:
-            tokens += entry.tokens
-            episodes += entry.episodes
-        if 0 <= age < RATE_CURVE_S:
-            curve[RATE_CURVE_S - 1 - age] += entry.tokens
-    lasted = now - seconds[0].second + 1 if seconds else RATE_S
-    window = min(RATE_S, max(1, lasted))  # shorter for a new run, so as not to underestimate its rate
-    return Rates(tokens / window, episodes / window, tuple(curve))
+def _of_steps(engine: EngineState, steps: Sequence[tuple[int, dict[str, float]]]) -> TrainingCurves:
+    last_step, metrics = steps[-1] if steps else (None, {})
+    return TrainingCurves(
+        loss=tuple(each[LOSS] for _, each in steps if LOSS in each),
+        grad_norm=tuple(each[GRAD_NORM] for _, each in steps if GRAD_NORM in each),
+        last_step=last_step,
+        metrics=_merged(engine) | metrics,
+    )
 
 
-def _by_count(counts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(((str(name), count) for name, count in counts.items()), key=lambda row: (-row[1], row[0])))
+def _merged(engine: EngineState) -> dict[str, float]:
+    """Return the share of calls that extended an earlier call token for token, if there were any."""
+    of_agents = engine.counters.calls - engine.counters.calls_masked
+    return {MERGED: engine.counters.calls_merged / of_agents} if of_agents else {}
 
 
-def _tail(view: HiveView, engine: str, group: EventGroup) -> tuple[TailRow, ...]:
+def _tokens(view: HiveView, engine: str, now_ns: int) -> tuple[float, ...]:
+    curve = [0.0] * SECONDS_KEPT
+    for load in view.moment.seconds.get(engine, ()):
+        if 0 <= (age := now_ns // SECOND - load.second) < SECONDS_KEPT:
+            curve[-1 - age] += load.tokens
+    return tuple(curve)
+
+
+def _tail(timeline: Timeline, engine: str, group: EventGroup, position: int) -> tuple[LoggedEvent, ...]:
     """Return the newest events of the engine and of the hive itself, newest last."""
-    histories = (view.histories[name] for name in (HIVE, engine) if name in view.histories)
-    kept: Iterable[LoggedEvent] = (kept for history in histories for kept in list(history.tails[group])[-TAIL_SHOWN:])
-    newest = sorted(kept, key=lambda entry: entry.position)[-TAIL_SHOWN:]
-    return tuple(
-        TailRow(entry.position, entry.event.at_ns, line_of(entry.event), tone_of(entry.event)) for entry in newest
-    )
+    kept = [each for name in (HIVE, engine) for each in islice(timeline.tail(name, group, position), TAIL_SHOWN)]
+    return tuple(sorted(kept, key=lambda each: each.position)[-TAIL_SHOWN:])

@@ -1,20 +1,31 @@
 """The panels of the screen. A panel draws a `Screen`; it computes nothing and knows nothing of events."""
 
-from dataclasses import dataclass
-
 from rich.text import Text
 from textual.widget import Widget
 
 from bombus.figures import byte_size, duration, one_line, seconds_between
 from bombus.hive.collection import Measure
+from bombus.hive.describe import line_of, tone_of
 from bombus.hive.events import EpisodeType
 from bombus.hive.state import Phase
 from bombus.hive.status.detail import format_text, incomplete_text, way_on
 from bombus.hive.status.rows import EngineStatus, ReplicaStatus
 from bombus_overwatch import palette as pal
-from bombus_overwatch.drawing import bar, sparkline
+from bombus_overwatch.drawing import Column, bar, sparkline, table
 from bombus_overwatch.palette import figure, fit, fit_end, harmless
-from bombus_overwatch.screen import HALF_LIMIT, EpisodeRow, ModelRow, Screen, StageState
+from bombus_overwatch.screen import (
+    GRAD_NORM,
+    HALF_LIMIT,
+    LISTED_FIRST,
+    LOSS,
+    MERGED,
+    REWARD,
+    STALENESS,
+    EpisodeRow,
+    ModelRow,
+    Screen,
+    StageState,
+)
 
 PHASES = {
     Phase.OFFLINE: "OFFLINE",
@@ -23,10 +34,8 @@ PHASES = {
     Phase.ROLLING_POST: "DRAINING",
     Phase.WEIGHT_SYNCING: "SYNCING",
 }
-
-
+TASKS_FROM_WIDTH = 60  # a narrower panel has no room for the tasks of episodes
 LABEL = 16  # cells for the name of a curve
-HEADING = f"{pal.QUIET} underline"
 STAGE_MARKS = {
     StageState.RUNNING: ("◐", pal.AMBER),
     StageState.DONE: ("✓", pal.GREEN),
@@ -73,11 +82,11 @@ class PhaseBar(Panel):
     """
 
     def retitle(self, screen: Screen) -> None:
-        self.set_class(bool(screen.status and screen.status.formats), "-read")
+        self.set_class(bool(screen.status.formats), "-read")
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         status = screen.status
-        if status is None:
+        if not screen.engine:
             return [Text(" no engine yet: waiting for the first configuration", pal.QUIET)]
         cycle = Text(" ")
         for phase, name in PHASES.items():
@@ -95,7 +104,6 @@ class PhaseBar(Panel):
 
     def _facts(self, screen: Screen, width: int) -> Text:
         status = screen.status
-        assert status is not None
         version = str(status.version) if status.version >= 0 else "–"
         facts = Text(" ")
         facts.append(one_line(status.detail), pal.TEXT)
@@ -113,10 +121,10 @@ class Notice(Panel):
 
     def retitle(self, screen: Screen) -> None:
         status = screen.status
-        self.display = bool(status and (status.failure or status.suspended or _warning(status)))
+        self.display = bool(status.failure or status.suspended or _warning(status))
 
     def render(self) -> Text:
-        if self.data is None or self.data.status is None:
+        if self.data is None:
             return Text("")
         status = self.data.status
         if status.failure:
@@ -132,61 +140,59 @@ def _warning(status: EngineStatus) -> str:
     return ". ".join(filter(None, [*apart, status.silent, status.disagreement, incomplete_text(status)]))
 
 
-def _serves(screen: Screen) -> bool:
+def _serves(status: EngineStatus) -> bool:
     """Return whether an operations run is active. Such a run has models and no batches."""
-    status = screen.status
-    is_on = status is not None and status.phase not in (Phase.BOOTING, Phase.OFFLINE)
-    return is_on and status is not None and status.clients_take_episodes
+    return status.clients_take_episodes and status.phase not in (Phase.BOOTING, Phase.OFFLINE)
 
 
 class ModelsPanel(Panel):
     """Shows the models of an operations run, in place of the collection panel."""
 
+    COLUMNS = (
+        Column("", 2, left=True),
+        Column("model", keeps_end=True),
+        Column("rank", 5),
+        Column("step", 7),
+        Column("waiting", 8),
+        Column("loss", 9),
+        Column("tok/s", 9),
+    )
+
     def retitle(self, screen: Screen) -> None:
-        self.display = _serves(screen)
+        self.display = _serves(screen.status)
         self.border_title = f"Models {len(screen.models)}"
-        found = screen.status.operations if screen.status is not None else None
+        found = screen.status.operations
         self.border_subtitle = f"{found.executed:,} executed, {found.failed:,} failed" if found is not None else ""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        if not screen.models:
-            return [Text("none", pal.QUIET)]
-        name = max(0, width - 40)
-        rows = [Text(f"  {_cell('model', name)}{'rank':>5}{'step':>7}{'waiting':>8}{'loss':>9}{'tok/s':>9}", HEADING)]
-        fits = height - 1 if len(screen.models) < height else height - 2
-        rows += [self._row(row, name) for row in screen.models[:fits]]
-        if len(screen.models) > fits:
-            rows.append(Text(f"  and {len(screen.models) - fits:,} more", pal.QUIET))
-        return rows
+        return table(self.COLUMNS, [self._row(row) for row in screen.models], width, height)
 
-    def _row(self, row: ModelRow, name: int) -> Text:
+    def _row(self, row: ModelRow) -> list[tuple[str, str]]:
         model = row.model
         style = f"bold {pal.VERMILLION}" if model.last_failed else pal.TEXT
-        text = Text("! " if model.last_failed else "  ", style)
-        text.append(fit_end(one_line(model.model), name - 1) + " " if name > 1 else "", style)
-        text.append(fit("all" if model.adapter is None else str(model.adapter.rank), 5, right=True), pal.QUIET)
-        text.append(f"{model.step:>7}", f"bold {pal.TEXT}")
-        text.append(f"{model.waiting:>8}", pal.AMBER if model.waiting else pal.QUIET)
-        text.append(fit("–" if row.loss is None else figure(row.loss), 9, right=True), pal.SKY)
-        return text.append(fit(figure(round(row.tokens_s)), 9, right=True), pal.GREEN)
+        return [
+            ("!" if model.last_failed else "", style),
+            (model.model, style),
+            ("all" if model.adapter is None else str(model.adapter.rank), pal.QUIET),
+            (str(model.step), f"bold {pal.TEXT}"),
+            (str(model.waiting), pal.AMBER if model.waiting else pal.QUIET),
+            ("–" if row.loss is None else figure(row.loss), pal.SKY),
+            (figure(round(row.tokens_s)), pal.GREEN),
+        ]
 
 
 class CollectionPanel(Panel):
     """Shows progress towards the next batch, or the boot stages while the engine is booting or offline."""
 
     def retitle(self, screen: Screen) -> None:
-        self.display = not _serves(screen)
-        status = screen.status
-        if status is not None and status.phase in (Phase.BOOTING, Phase.OFFLINE):
-            self.border_title = "Boot"
-            self.border_subtitle = ""
-        else:
-            self.border_title = "Collection"
-            self.border_subtitle = status.method if status is not None else ""
+        self.display = not _serves(screen.status)
+        is_booting = bool(screen.engine) and screen.status.phase in (Phase.BOOTING, Phase.OFFLINE)
+        self.border_title = "Boot" if is_booting else "Collection"
+        self.border_subtitle = screen.status.method if screen.engine and not is_booting else ""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         status = screen.status
-        if status is None:
+        if not screen.engine:
             return []
         if status.phase in (Phase.BOOTING, Phase.OFFLINE):
             return self._stages(screen, width, height)
@@ -203,7 +209,6 @@ class CollectionPanel(Panel):
         return rows
 
     def _stages(self, screen: Screen, width: int, height: int) -> list[Text]:
-        assert screen.status is not None
         if not screen.stages:
             return [Text(fit(one_line(screen.status.detail), width), pal.QUIET)]
         rows = []
@@ -231,70 +236,46 @@ def _measure(measure: Measure, width: int) -> Text:
 class EpisodesPanel(Panel):
     """Shows running episodes, longest idle first."""
 
+    COLUMNS = (
+        Column("", 2, left=True),
+        Column("episode", keeps_end=True),
+        Column("client"),
+        Column("type", 6, left=True),
+        Column("calls", 5),
+        Column("idle", 6),
+        Column("limit ", 7),
+    )
+
     def retitle(self, screen: Screen) -> None:
         near = sum(row.count for row in screen.episodes if row.near)
         self.border_title = f"Running episodes {sum(row.count for row in screen.episodes):,}"
         self.border_subtitle = f"{near} near their idle limit" if near else ""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        if not screen.episodes:
-            return [Text("none", pal.QUIET)]
-        columns = _Columns.of(width)
-        rows = [Text(columns.heading(), HEADING)]
-        fits = height - 1 if len(screen.episodes) < height else height - 2
-        rows += [self._row(row, columns) for row in screen.episodes[:fits]]
-        if len(screen.episodes) > fits:
-            left = sum(row.count for row in screen.episodes[fits:])
-            rows.append(Text(f"  and {left:,} more", pal.QUIET))
-        return rows
+        columns = [*self.COLUMNS, Column("task")] if width >= TASKS_FROM_WIDTH else self.COLUMNS
+        rows = [self._row(row)[: len(columns)] for row in screen.episodes]
+        return table(columns, rows, width, height, [row.count for row in screen.episodes])
 
-    def _row(self, row: EpisodeRow, columns: "_Columns") -> Text:
+    def _row(self, row: EpisodeRow) -> list[tuple[str, str]]:
         episode = row.episode
         style = f"bold {pal.VERMILLION}" if row.near else pal.YELLOW if row.used >= HALF_LIMIT else pal.TEXT
-        kind = pal.PURPLE if episode.type == EpisodeType.EVAL else pal.QUIET
-        text = Text("! " if row.near else "  ", style)
-        text.append(fit_end(one_line(episode.episode), columns.name - 1) + " ", style)
-        text.append(_cell(episode.client, columns.client), style if row.near else pal.QUIET)
-        text.append(fit(episode.type, 6), kind)
-        text.append(f"{episode.calls:>5}{fit(f'{episode.idle_s:.0f}', 6, right=True)}", style)
-        text.append(fit(f"{episode.limit_s:.0f}", 6, right=True), pal.QUIET)
-        return text.append(" " + _cell(episode.task, columns.task), pal.QUIET) if columns.task else text
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Widths of the text columns, which share the room left by the numbers. A column of width 0 is left out."""
-
-    name: int
-    client: int
-    task: int
-
-    @classmethod
-    def of(cls, width: int) -> "_Columns":
-        room = width - 25
-        if room < 20:
-            return cls(max(0, room), 0, 0)
-        name = min(18, 13 + (room - 20) // 2)
-        client = min(17, room - name)
-        task = room - name - client - 1
-        return cls(name, client, task if task >= 8 else 0)
-
-    def heading(self) -> str:
-        names = f"  {_cell('episode', self.name)}{_cell('client', self.client)}"
-        head = f"{names}{'type':<6}{'calls':>5}{'idle':>6}{'limit':>6}"
-        return f"{head} {_cell('task', self.task)}" if self.task else head
-
-
-def _cell(text: str, width: int) -> str:
-    """Return untrusted text in a column of this width, including one trailing space."""
-    return fit(one_line(text), width - 1) + " " if width > 1 else ""
+        return [
+            ("!" if row.near else "", style),
+            (episode.episode, style),
+            (episode.client, style if row.near else pal.QUIET),
+            (episode.type, pal.PURPLE if episode.type == EpisodeType.EVAL else pal.QUIET),
+            (str(episode.calls), style),
+            (f"{episode.idle_s:.0f}", style),
+            (f"{episode.limit_s:.0f} ", pal.QUIET),
+            (episode.task, pal.QUIET),
+        ]
 
 
 class TrainingPanel(Panel):
     """Shows the trainer, the step in flight, and the metrics of completed steps."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        training, trainer, rates = screen.training, screen.training.trainer, screen.rates
+        training, trainer = screen.training, screen.status.trainer
         head = Text("step ", pal.QUIET)
         if training.model:
             head = Text("newest ", pal.QUIET).append(fit_end(training.model, max(4, width - 26)), pal.TEXT)
@@ -311,37 +292,41 @@ class TrainingPanel(Panel):
         room = max(4, width - LABEL - 9)
         rows = [
             head,
-            _curve("train/loss", training.loss, room, pal.SKY),
-            _curve("train/grad_norm", training.grad_norm, room, pal.PURPLE),
-            self._tokens(rates.tokens_s, rates.tokens_curve, room),
+            _curve(LOSS, training.loss, room, pal.SKY),
+            _curve(GRAD_NORM, training.grad_norm, room, pal.PURPLE),
+            _curve("tokens/s", screen.tokens, room, pal.GREEN, round(screen.tokens_s)),
             self._figures(screen),
         ]
+        shown = {REWARD, LOSS, GRAD_NORM, STALENESS, MERGED}
+        others = sorted((name for name in training.metrics if name not in shown), key=_place)
         return rows + [
-            Text(f"{fit(name, width - 12)} ", pal.QUIET).append(fit(figure(value), 11, right=True), pal.TEXT)
-            for name, value in training.others
+            Text(f"{fit(one_line(name), width - 12)} ", pal.QUIET).append(
+                fit(figure(training.metrics[name]), 11, right=True), pal.TEXT
+            )
+            for name in others
         ]
 
-    def _tokens(self, tokens_s: float, curve: tuple[float, ...], room: int) -> Text:
-        row = Text(fit("tokens/s", LABEL), pal.QUIET)
-        row.append(fit(sparkline(curve, room, floor=0.0), room), pal.GREEN)
-        return row.append(fit(figure(round(tokens_s)), 9, right=True), f"bold {pal.TEXT}")
-
     def _figures(self, screen: Screen) -> Text:
-        training = screen.training
-        row = Text("episodes/s ", pal.QUIET).append(figure(screen.rates.episodes_s), pal.TEXT)
-        if training.staleness is not None:
-            row.append("  staleness ", pal.QUIET).append(figure(training.staleness), pal.TEXT)
-        if training.merge_share is not None:
-            row.append("  merged ", pal.QUIET).append(f"{training.merge_share:.0%}", pal.TEXT)
+        metrics = screen.training.metrics
+        row = Text("episodes/s ", pal.QUIET).append(figure(screen.episodes_s), pal.TEXT)
+        if STALENESS in metrics:
+            row.append("  staleness ", pal.QUIET).append(figure(metrics[STALENESS]), pal.TEXT)
+        if MERGED in metrics:
+            row.append("  merged ", pal.QUIET).append(f"{metrics[MERGED]:.0%}", pal.TEXT)
         return row
 
 
-def _curve(label: str, values: tuple[float, ...], room: int, colour: str) -> Text:
+def _place(name: str) -> tuple[int, str]:
+    """Return the place of a figure in the list of figures, for sorting."""
+    return next((n for n, start in enumerate(LISTED_FIRST) if name.startswith(start)), len(LISTED_FIRST)), name
+
+
+def _curve(label: str, values: tuple[float, ...], room: int, colour: str, now: float | None = None) -> Text:
     row = Text(fit(label, LABEL), pal.QUIET)
     if not values:
         return row.append("–", pal.FAINT)
-    row.append(fit(sparkline(values, room), room), colour)
-    return row.append(fit(figure(values[-1]), 9, right=True), f"bold {pal.TEXT}")
+    row.append(fit(sparkline(values, room, 0.0 if now is not None else None), room), colour)
+    return row.append(fit(figure(values[-1] if now is None else now), 9, right=True), f"bold {pal.TEXT}")
 
 
 def _health(replica: ReplicaStatus) -> tuple[str, str]:
@@ -355,11 +340,10 @@ class ReplicasPanel(Panel):
     """Shows inference replicas and what they serve, followed by how many episodes were lost and why."""
 
     def retitle(self, screen: Screen) -> None:
-        replicas = screen.status.replicas if screen.status else ()
-        self.border_title = f"Replicas {len(replicas)}"
+        self.border_title = f"Replicas {len(screen.status.replicas)}"
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        replicas = screen.status.replicas if screen.status else ()
+        replicas = screen.status.replicas
         losses = self._losses(screen, width)
         room = max(1, height - len(losses))
         rows = [] if replicas else [Text("none", pal.QUIET)]
@@ -379,12 +363,9 @@ class ReplicasPanel(Panel):
 
     def _losses(self, screen: Screen, width: int) -> list[Text]:
         rows = []
-        for title, counts in (("aborted", screen.aborted), ("dropped", screen.dropped)):
-            if not counts:
-                continue
-            for reason, count in counts:
-                row = Text(f"{title} ", pal.VERMILLION).append(fit(reason, width - 16), pal.QUIET)
-                rows.append(row.append(fit(f"{count:,}", 8, right=True), pal.TEXT))
+        for (what, why), count in screen.lost:
+            row = Text(f"{what} ", pal.VERMILLION).append(fit(why, width - 16), pal.QUIET)
+            rows.append(row.append(fit(f"{count:,}", 8, right=True), pal.TEXT))
         return rows or [Text("nothing aborted or dropped", pal.QUIET)]
 
 
@@ -396,8 +377,8 @@ class TailPanel(Panel):
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         rows = []
-        for entry in screen.tail[-height:]:
-            mark, colour = pal.MARKS[entry.tone]
-            row = Text(f"{pal.clock_time(entry.at_ns)} ", pal.QUIET).append(f"{mark} ", colour)
-            rows.append(row.append(fit(entry.text, width - 11), colour))
+        for _, event in screen.tail[-height:]:
+            mark, colour = pal.MARKS[tone_of(event)]
+            row = Text(f"{pal.clock_time(event.at_ns)} ", pal.QUIET).append(f"{mark} ", colour)
+            rows.append(row.append(fit(line_of(event), width - 11), colour))
         return rows or [Text("nothing yet", pal.QUIET)]

@@ -16,7 +16,7 @@ from bombus.replay.diagnosis.findings import RunFinding
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 
 SECOND = 1_000_000_000
-SECONDS_KEPT = 60
+SECONDS_KEPT = 300
 DIGITS_MAX = 18  # of a number in a URL: more do not fit 64 bits
 
 
