@@ -15,10 +15,9 @@ from bombus.hive import events as ev
 from bombus.hive.records import CallRef
 from bombus_overwatch.app import Help, Overwatch
 from bombus_overwatch.browser import Browser, Confirm
-from bombus_overwatch.edges import Banner, KeyBar
 from bombus_overwatch.model import EpisodeRecord
 from bombus_overwatch.screen import Link
-from bombus_overwatch.widgets import EpisodesPanel, Notice, Panel, PhaseBar, ReplicasPanel, TailPanel
+from bombus_overwatch.widgets import Banner, EpisodesPanel, KeyBar, Notice, Panel, PhaseBar, ReplicasPanel, TailPanel
 from tests.overwatch.story import SECOND, Story, failed, operating, rolling
 from tests.patience import PATIENCE_S
 
@@ -158,6 +157,7 @@ async def test_a_group_stays_in_view_when_its_batch_is_sealed() -> None:
         sealed = ev.BatchReady(**story.at, run=1, step=1, groups=(group,), config_digest="d")
         app.take(position + 1, sealed)
         await shows(app, pilot, f"› step 1 {group.task}\n")
+        await shows(app, pilot, "in a batch")
         assert page(app).count("in a batch") == 4
 
 

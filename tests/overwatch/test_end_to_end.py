@@ -9,8 +9,8 @@ from openai import OpenAI
 from textual.pilot import Pilot
 
 from bombus import Job, SwarmClient, Task, WorkflowOutput
-from bombus.errors import Refused
 from bombus.hive.state import Phase
+from bombus.sdk.errors import SwarmError
 from bombus_overwatch.app import Overwatch
 from bombus_overwatch.screen import Link, screen_data
 from bombus_overwatch.service import BusLink, GatewayLink, _feed
@@ -51,7 +51,7 @@ async def until(pilot: Pilot[None], holds: Callable[[], bool]) -> None:
 
 
 async def test_over_a_gateway_a_person_sees_a_step_aborts_an_episode_and_stops_the_job(up: Up) -> None:
-    with pytest.raises(Refused, match="needs the hive's admin key"):
+    with pytest.raises(SwarmError, match="needs the hive's admin key"):
         await GatewayLink(f"{up.url}/k/{CLIENT}").feed(Overwatch("a hive"))
 
     link = GatewayLink(f"{up.url}/k/{ADMIN}")

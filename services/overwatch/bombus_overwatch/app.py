@@ -22,13 +22,14 @@ from bombus.hive.state import Hive
 from bombus.insight.record import SECOND
 from bombus_overwatch import palette as pal
 from bombus_overwatch.browser import Browser, Confirm, HiveOperator
-from bombus_overwatch.edges import Banner, KeyBar, StatusLine
 from bombus_overwatch.model import HiveView, Timeline
 from bombus_overwatch.reward import RewardPanel
 from bombus_overwatch.screen import Link, ViewerState, engines_of, screen_data
 from bombus_overwatch.widgets import (
+    Banner,
     CollectionPanel,
     EpisodesPanel,
+    KeyBar,
     ModelsPanel,
     Notice,
     Panel,
@@ -200,17 +201,15 @@ class Overwatch(App[None]):
         self._dirty = False
         self._drawn_ns = self._clock()
         view, now_ns = self.shown
-        data = screen_data(self.timeline, view, now_ns, self._engine, self._group)
-        self.engine = data.engine
         viewer = replace(
             self.viewer,
             newest=self.timeline.newest,
             oldest=self.timeline.oldest,
             held=self._held.moment.position if self._held is not None else None,
         )
+        data = replace(screen_data(self.timeline, view, now_ns, self._engine, self._group), viewer=viewer)
+        self.engine = data.engine
         base = self.screen_stack[0]
-        for line in base.query(StatusLine):
-            line.show_viewer(viewer)
         for panel in base.query(Panel):
             panel.show(data)
         for screen in self.screen_stack:

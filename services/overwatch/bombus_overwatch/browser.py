@@ -13,7 +13,7 @@ from bombus.errors import BombusError
 from bombus.figures import duration, one_line, seconds_between
 from bombus.hive.events import NotedCall
 from bombus_overwatch import palette as pal
-from bombus_overwatch.drawing import Column, table
+from bombus_overwatch.drawing import Column, TextTable, keys
 from bombus_overwatch.model import EpisodeRecord
 from bombus_overwatch.palette import figure, harmless
 from bombus_overwatch.screen import groups_of
@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 GROUP_COLUMNS = ("batch", "task", "episodes", "open", "aborted", "reward", "from – to")
 EPISODE_COLUMNS = ("episode", "client", "type", "version", "calls", "tokens", "time", "reward", "fate")
 FATES = (("aborted", pal.VERMILLION), ("dropped", pal.YELLOW), ("open", pal.AMBER))
-_COUNTS = (Column("prompt", 8), Column("sampled", 9), Column("version  ", 11))
-CALL_COLUMNS = (Column("time", 10, left=True), *_COUNTS, Column("call"))
+CALLS: TextTable[tuple[int, NotedCall]] = TextTable(
+    Column("time", 8, lambda row: (pal.clock_time(row[0]), pal.TEXT), left=True),
+    Column("prompt", 10, lambda row: (f"{row[1].prompt_tokens:,}", pal.TEXT)),
+    Column("sampled", 9, lambda row: (f"{row[1].completion_tokens:,}", pal.TEXT)),
+    Column("version  ", 11, lambda row: (f"{_versions(row[1])}  ", pal.TEXT)),
+    Column("call", 0, lambda row: (f"{row[1].ref.id}  {_notes(row[1])}", pal.QUIET)),
+)
 PAGE_WIDTH = 100
+CALL_NOTES = ("merged", "masked", "late", "incomplete")
 LONGEST = 40  # cells
 GROUPS_SHOWN = 500
 READING = "reading the log for the transcript …"
@@ -58,8 +64,8 @@ class Confirm(ModalScreen[bool]):
         self._question = question
 
     def compose(self) -> ComposeResult:
-        keys = Text.assemble(("y", f"bold {pal.AMBER}"), " yes   ", ("n", f"bold {pal.AMBER}"), " no")
-        box = Static(Text(f"{harmless(self._question)}\n\n", pal.TEXT).append_text(keys), id="confirm")
+        question = Text(f"{harmless(self._question)}\n\n", pal.TEXT)
+        box = Static(question.append_text(keys((("y", "yes"), ("n", "no")))), id="confirm")
         box.border_title = "Are you sure?"
         yield box
 
@@ -145,13 +151,9 @@ class Browser(Screen[None]):
         return dict(enumerate(self._shown[1])).get(self.query_one(DataTable).cursor_row, "")
 
     def _keys(self) -> Text:
-        keys = [("esc", "back")] if self._episode else [("↑↓", "choose"), ("enter", "open"), ("esc", "back")]
-        keys += [("a", "abort")] if self._member else []
-        keys += [("t", "transcript")] if self._episode else []
-        line = Text()
-        for key, what in keys:
-            line.append(f" {key} ", f"bold {pal.AMBER}").append(f"{what} ", pal.QUIET)
-        return line
+        found = [("esc", "back")] if self._episode else [("↑↓", "choose"), ("enter", "open"), ("esc", "back")]
+        found += [("a", "abort")] if self._member else []
+        return keys(found + ([("t", "transcript")] if self._episode else []))
 
     # ---- keys ----
 
@@ -264,12 +266,13 @@ def _page(record: EpisodeRecord, now_ns: int) -> Text:
     for name, value in facts.items():
         colour = _colour(record.fate) if name == "fate" else pal.TEXT
         page.append(f"{name:<9}", pal.QUIET).append(f"{one_line(value)}\n", colour)
-    rows = [_call_row(at_ns, call) for at_ns, call in record.calls]
-    return page.append("\n").append_text(Text("\n").join(table(CALL_COLUMNS, rows, PAGE_WIDTH, len(rows) + 1)))
+    calls = CALLS.lines(record.calls, PAGE_WIDTH, len(record.calls) + 1)
+    return page.append("\n").append_text(Text("\n").join(calls))
 
 
-def _call_row(at_ns: int, call: NotedCall) -> list[tuple[str, str]]:
-    versions = str(call.oldest) if call.oldest == call.newest else f"{call.oldest}–{call.newest}"
-    notes = [call.status] + [name for name in ("merged", "masked", "late", "incomplete") if getattr(call, name)]
-    facts = (pal.clock_time(at_ns), f"{call.prompt_tokens:,}", f"{call.completion_tokens:,}", f"{versions}  ")
-    return [*((fact, pal.TEXT) for fact in facts), (f"{one_line(call.ref.id)}  {', '.join(notes)}", pal.QUIET)]
+def _versions(call: NotedCall) -> str:
+    return str(call.oldest) if call.oldest == call.newest else f"{call.oldest}–{call.newest}"
+
+
+def _notes(call: NotedCall) -> str:
+    return ", ".join([call.status, *(name for name in CALL_NOTES if getattr(call, name))])

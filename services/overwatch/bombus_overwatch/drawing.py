@@ -1,15 +1,16 @@
 """Draws with characters: bars, sparklines, and a line chart in braille dots. Plain functions, no widgets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 from rich.text import Text
 
 from bombus.figures import one_line
-from bombus_overwatch.palette import QUIET, fit, fit_end
+from bombus_overwatch.palette import KEY, QUIET, fit, fit_end
 
+T = TypeVar("T")
 LEVELS = "▁▂▃▄▅▆▇█"
 BRAILLE = 0x2800
 DRAWN_MAX = 1e300
@@ -99,38 +100,47 @@ def _thin(points: Sequence[tuple[float, float]], x: Range, width: int) -> list[t
     ]
 
 
-class Column(NamedTuple):
-    """A column of a table. `width` 0 means a share of the room that is left, for text; `keeps_end` cuts off its
-    beginning."""
+class Column(NamedTuple, Generic[T]):
+    """A column of a table. `cell` returns the text of a row and its style. `width` 0 means a share of the room that is
+    left, for text from outside, of which `keeps_end` cuts off the beginning."""
 
     title: str
-    width: int = 0
+    width: int
+    cell: Callable[[T], tuple[str, str]]
     left: bool = False
     keeps_end: bool = False
 
-    def cell(self, text: str, share: int) -> str:
+    def fitted(self, text: str, share: int) -> str:
         if self.width:
             return fit(text, self.width, right=not self.left)
         return (fit_end if self.keeps_end else fit)(one_line(text), share - 1) + " "[:share]
 
 
-def table(
-    columns: Sequence[Column],
-    rows: Sequence[Sequence[tuple[str, str]]],
-    width: int,
-    height: int,
-    counts: Sequence[int] = (),
-) -> list[Text]:
-    """Return a heading and a line for each row, whose cells are text with a style. If there are too many rows, the
-    last line says how many are left, where a row counts as often as `counts` says."""
-    if not rows:
-        return [Text("none", QUIET)]
-    shares = sum(not column.width for column in columns)
-    share = max(0, width - sum(column.width for column in columns)) // shares
-    fits = height - 1 if len(rows) < height else height - 2
-    lines = [Text("".join(column.cell(column.title, share) for column in columns), f"{QUIET} underline")]
-    for row in rows[:fits]:
-        cells = zip(columns, row)
-        lines.append(Text.assemble(*((column.cell(text, share), style) for column, (text, style) in cells)))
-    left = sum(counts[fits:]) if counts else len(rows) - fits
-    return [*lines, Text(f"  and {left:,} more", QUIET)] if len(rows) > fits else lines
+class TextTable(Generic[T]):
+    """A table, whose columns may have titles. `none` is shown if there are no rows; a row stands for `count` things."""
+
+    def __init__(self, *columns: Column[T], none: str = "none", count: Callable[[T], int] = lambda row: 1) -> None:
+        self.columns = columns
+        self.none = none
+        self.count = count
+
+    def lines(self, rows: Sequence[T], width: int, height: int) -> list[Text]:
+        """Return a line for each row. If there are too many rows, the last line says how many are left."""
+        if not rows:
+            return [Text(self.none, QUIET)]
+        shares = sum(not column.width for column in self.columns)
+        share = max(0, width - sum(column.width for column in self.columns)) // shares
+        titles = "".join(column.fitted(column.title, share) for column in self.columns)
+        lines = [Text(titles, f"{QUIET} underline")] if titles.strip() else []
+        room = max(1, height - len(lines))
+        fits = room if len(rows) <= room else room - 1
+        for row in rows[:fits]:
+            cells = ((column, *column.cell(row)) for column in self.columns)
+            lines.append(Text.assemble(*((column.fitted(text, share), style) for column, text, style in cells)))
+        left = sum(map(self.count, rows[fits:]))
+        return [*lines, Text(f"  and {left:,} more", QUIET)] if left else lines
+
+
+def keys(pairs: Sequence[tuple[str, str]]) -> Text:
+    """Return what keys do, as a line."""
+    return Text.assemble(*(part for key, what in pairs for part in ((f" {key} ", KEY), (f"{what} ", QUIET))))

@@ -23,6 +23,7 @@ TEXT = "#d7dde5"
 QUIET = "#7f8a99"
 FAINT = "#3b4450"
 INK = "#0d1014"
+KEY = f"bold {AMBER}"
 
 THEME = Theme(
     name="bombus",

@@ -18,8 +18,6 @@ from bombus_overwatch.model import EpisodeRecord, HiveView, LoggedEvent, RunHist
 
 TAIL_SHOWN = 200
 RATE_S = 30  # seconds that the rates of models are averaged over
-NEAR_LIMIT = 0.75  # an episode that has used this share of its idle limit stands out
-HALF_LIMIT = 0.5
 
 # The figures that are shown in fixed places. The others are listed by name, those of the learning first.
 REWARD = "reward/mean"
@@ -43,22 +41,6 @@ class StageRow:
     name: str
     took_s: float
     state: StageState
-
-
-@dataclass(frozen=True)
-class EpisodeRow:
-    """An open episode, or a claim of multi-model episodes.
-
-    For a claim, `episode` names its engines and has the sums over its episodes.
-    """
-
-    episode: OpenEpisode
-    used: float  # share of its idle limit; 1.0 is the limit
-    count: int = 1  # number of episodes on this row
-
-    @property
-    def near(self) -> bool:
-        return self.used >= NEAR_LIMIT
 
 
 @dataclass(frozen=True)
@@ -137,7 +119,7 @@ class Screen:
     engine: str
     status: EngineStatus
     stages: tuple[StageRow, ...]
-    episodes: tuple[EpisodeRow, ...]
+    episodes: tuple[OpenEpisode | MultiModelClaimStatus, ...]  # the longest idle first
     models: tuple[ModelRow, ...]
     rewards: RewardCurves
     training: TrainingCurves
@@ -147,6 +129,7 @@ class Screen:
     lost: tuple[tuple[tuple[str, str], int], ...]
     tail: tuple[LoggedEvent, ...]
     tail_group: EventGroup
+    viewer: ViewerState = ViewerState("")
 
 
 def groups_of(history: RunHistory) -> dict[tuple[str, str], list[EpisodeRecord]]:
@@ -201,35 +184,12 @@ def screen_data(
     )
 
 
-def _episodes(view: HiveView, status: EngineStatus, now_ns: int) -> tuple[EpisodeRow, ...]:
-    """Return a row for each open single-model episode of an engine and for each claim of multi-model episodes.
-
-    The rows that have been idle longest come first.
-    """
-    rows = [_episode_row(episode) for episode in status.open_episodes if not episode.partners]
-    claims = multi_model_claims(view.moment.hive, now_ns) if len(rows) < len(status.open_episodes) else ()
-    rows += [_multi_model_row(claim) for claim in claims if status.engine in claim.engines]
-    return tuple(sorted(rows, key=lambda row: (-row.episode.idle_s, row.episode.episode)))
-
-
-def _multi_model_row(claim: MultiModelClaimStatus) -> EpisodeRow:
-    episode = OpenEpisode(
-        episode=f"{len(claim.episodes)} on {'+'.join(claim.engines)}",
-        client=claim.client,
-        type=claim.type,
-        task=claim.task,
-        version=-1,  # each engine has its own version
-        calls=claim.calls,
-        completion_tokens=claim.completion_tokens,
-        idle_s=claim.idle_s,
-        limit_s=claim.limit_s,
-        owner=claim.owner,
-    )
-    return _episode_row(episode, len(claim.episodes))
-
-
-def _episode_row(episode: OpenEpisode, count: int = 1) -> EpisodeRow:
-    return EpisodeRow(episode, episode.idle_s / episode.limit_s if episode.limit_s > 0 else 0.0, count)
+def _episodes(view: HiveView, status: EngineStatus, now_ns: int) -> tuple[OpenEpisode | MultiModelClaimStatus, ...]:
+    """Return the open single-model episodes of an engine, and the claims of multi-model episodes."""
+    single = [episode for episode in status.open_episodes if not episode.partners]
+    claims = multi_model_claims(view.moment.hive, now_ns) if len(single) < len(status.open_episodes) else ()
+    of_engine = [claim for claim in claims if status.engine in claim.engines]
+    return tuple(sorted([*single, *of_engine], key=lambda row: -row.idle_s))
 
 
 def _stages(timeline: Timeline, view: HiveView, engine: EngineState, now_ns: int) -> tuple[StageRow, ...]:

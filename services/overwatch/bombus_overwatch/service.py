@@ -19,14 +19,14 @@ from bombus.replay.episode.story import read_story
 from bombus.replay.episode.text import text
 from bombus.replay.episode.tree import read_transcript
 from bombus.replay.source import BusSource, NotOnLog
-from bombus.sdk.transport import address, client_options
+from bombus.sdk.requests import error_of, is_away
+from bombus.sdk.transport import address, client_options, reply_of
 from bombus_overwatch.app import Overwatch
 from bombus_overwatch.model import EpisodeRecord
 from bombus_overwatch.screen import Link
 
 RETRY_S = 1.0
 SILENCE_S = 10.0  # a gateway sends something at least every two seconds
-REFUSAL_CHARACTERS = 2000
 TOKENS_LISTED = 0  # tokens of each reply in a transcript that are listed one by one
 LINK_CHECK_S = 0.1
 AWAY = "the bus is away: this is the last known state, and updates resume when the bus is back"
@@ -35,7 +35,7 @@ AWAY = "the bus is away: this is the last known state, and updates resume when t
 async def run(link: "BusLink | GatewayLink", title: str) -> None:
     """Show a hive until the user quits. While it is away, the screen waits for it.
 
-    If the log is corrupt or the hive refuses, closes the screen and raises `LogCorrupted` or `Refused`.
+    If the log is corrupt or the hive refuses, closes the screen and raises `LogCorrupted` or `SwarmError`.
     """
     app = Overwatch(title, operator=link)
     feed = asyncio.create_task(_feed(app, link))
@@ -50,7 +50,7 @@ async def run(link: "BusLink | GatewayLink", title: str) -> None:
 
 
 async def _feed(app: Overwatch, link: "BusLink | GatewayLink") -> None:
-    """Follow the log until cancelled. Raises errors in the log, and `Refused` if the hive refuses to show it."""
+    """Follow the log until cancelled. Raises errors in the log, and `SwarmError` if the hive refuses to show it."""
     await app.up.wait()
     while True:
         try:
@@ -227,23 +227,15 @@ def _unreachable(url: str, error: httpx.HTTPError) -> str:
     return f"the gateway at {url} is away: {error or type(error).__name__}"
 
 
-async def _check(reply: httpx.Response) -> None:
-    """Raise `BusUnavailable` for an answer that may be another one later, and `Refused` for any other refusal."""
-    if reply.status_code == httpx.codes.OK:
-        return
-    body = (await reply.aread()).decode(errors="replace")[:REFUSAL_CHARACTERS]
-    try:
-        refusal = msgspec.json.decode(body, type=_Refusal)
-    except msgspec.MsgspecError:
-        refusal = _Refusal(f"it answered {reply.status_code} {body!r}: is this the address of a hive?", Code.MALFORMED)
-    if reply.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
-        raise BusUnavailable(refusal.detail)
-    raise Refused(refusal.code, refusal.detail)
-
-
-class _Refusal(msgspec.Struct):
-    detail: str
-    code: Code
+async def _check(response: httpx.Response) -> None:
+    """Raise `BusUnavailable` for an answer that may be another one later, and `SwarmError` for any other refusal."""
+    if response.status_code != httpx.codes.OK:
+        await response.aread()
+        reply = reply_of(response)
+        error = error_of(reply, response.url.path)
+        if is_away(reply, error):
+            raise BusUnavailable(error.why)
+        raise error
 
 
 async def _blocks(reply: httpx.Response) -> AsyncIterator[bytes]:

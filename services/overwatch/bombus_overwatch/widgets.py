@@ -6,25 +6,26 @@ from textual.widget import Widget
 from bombus.figures import byte_size, duration, one_line, seconds_between
 from bombus.hive.collection import Measure
 from bombus.hive.describe import line_of, tone_of
-from bombus.hive.events import EpisodeType
+from bombus.hive.events import EpisodeType, Event
 from bombus.hive.state import Phase
 from bombus.hive.status.detail import format_text, incomplete_text, way_on
-from bombus.hive.status.rows import EngineStatus, ReplicaStatus
+from bombus.hive.status.rows import EngineStatus, MultiModelClaimStatus, OpenEpisode, ReplicaStatus
 from bombus_overwatch import palette as pal
-from bombus_overwatch.drawing import Column, bar, sparkline, table
+from bombus_overwatch.drawing import Column, TextTable, bar, keys, sparkline
 from bombus_overwatch.palette import figure, fit, fit_end, harmless
 from bombus_overwatch.screen import (
     GRAD_NORM,
-    HALF_LIMIT,
     LISTED_FIRST,
     LOSS,
     MERGED,
     REWARD,
     STALENESS,
-    EpisodeRow,
+    Link,
     ModelRow,
     Screen,
+    StageRow,
     StageState,
+    ViewerState,
 )
 
 PHASES = {
@@ -34,13 +35,112 @@ PHASES = {
     Phase.ROLLING_POST: "DRAINING",
     Phase.WEIGHT_SYNCING: "SYNCING",
 }
+NEAR_LIMIT = 0.75  # an episode that has used this share of its idle limit stands out
+HALF_LIMIT = 0.5
 TASKS_FROM_WIDTH = 60  # a narrower panel has no room for the tasks of episodes
 LABEL = 16  # cells for the name of a curve
+KEYS = (("p", "pause"), ("←→", "scrub"), ("e", "engine"), ("f", "filter"), ("?", "help"), ("q", "quit"))
 STAGE_MARKS = {
     StageState.RUNNING: ("◐", pal.AMBER),
     StageState.DONE: ("✓", pal.GREEN),
     StageState.BROKEN: ("✗", pal.VERMILLION),
 }
+
+
+# ---- tables ----
+
+OpenRow = OpenEpisode | MultiModelClaimStatus
+
+
+def _of_failed(has_failed: bool) -> str:
+    return f"bold {pal.VERMILLION}" if has_failed else pal.TEXT
+
+
+def count_of(row: OpenRow) -> int:
+    return len(row.episodes) if isinstance(row, MultiModelClaimStatus) else 1
+
+
+def name_of(row: OpenRow) -> str:
+    return row.episode if isinstance(row, OpenEpisode) else f"{count_of(row)} on {'+'.join(row.engines)}"
+
+
+def share_used(row: OpenRow) -> float:
+    """Return the share of its idle limit that an episode has used."""
+    return row.idle_s / row.limit_s if row.limit_s > 0 else 0.0
+
+
+def _urgency(row: OpenRow) -> str:
+    if share_used(row) >= NEAR_LIMIT:
+        return f"bold {pal.VERMILLION}"
+    return pal.YELLOW if share_used(row) >= HALF_LIMIT else pal.TEXT
+
+
+def _served(replica: ReplicaStatus) -> tuple[str, str]:
+    return f"v{replica.version}" if replica.version >= 0 else "empty", _health(replica)[1]
+
+
+def _apart(replica: ReplicaStatus) -> str:
+    """Return how far a replica is from its trainer."""
+    return f"{replica.canary.difference:.0e}" if replica.canary else "unchecked" if replica.unchecked else ""
+
+
+def _health(replica: ReplicaStatus) -> tuple[str, str]:
+    """Return the mark of a replica and its colour."""
+    if replica.quarantined:
+        return "✗", pal.VERMILLION
+    return ("●", pal.GREEN) if replica.current else ("○", pal.YELLOW)
+
+
+MODELS: TextTable[ModelRow] = TextTable(
+    Column("", 2, lambda row: ("!" if row.model.last_failed else "", pal.VERMILLION), left=True),
+    Column("model", 0, lambda row: (row.model.model, _of_failed(row.model.last_failed)), keeps_end=True),
+    Column("rank", 5, lambda row: (str(row.model.adapter.rank) if row.model.adapter else "all", pal.QUIET)),
+    Column("step", 7, lambda row: (str(row.model.step), f"bold {pal.TEXT}")),
+    Column("waiting", 8, lambda row: (str(row.model.waiting), pal.AMBER if row.model.waiting else pal.QUIET)),
+    Column("loss", 9, lambda row: ("–" if row.loss is None else figure(row.loss), pal.SKY)),
+    Column("tok/s", 9, lambda row: (figure(round(row.tokens_s)), pal.GREEN)),
+)
+STAGES: TextTable[StageRow] = TextTable(
+    Column("", 2, lambda stage: STAGE_MARKS[stage.state], left=True),
+    Column("", 0, lambda stage: (stage.name, pal.TEXT)),
+    Column("", 9, lambda stage: (duration(stage.took_s), pal.QUIET)),
+)
+EPISODES: TextTable[OpenRow] = TextTable(
+    Column("", 2, lambda row: ("!" if share_used(row) >= NEAR_LIMIT else "", _urgency(row)), left=True),
+    Column("episode", 0, lambda row: (name_of(row), _urgency(row)), keeps_end=True),
+    Column("client", 0, lambda row: (row.client, pal.QUIET if share_used(row) < NEAR_LIMIT else _urgency(row))),
+    Column("type", 6, lambda row: (row.type, pal.PURPLE if row.type == EpisodeType.EVAL else pal.QUIET), left=True),
+    Column("calls", 5, lambda row: (str(row.calls), _urgency(row))),
+    Column("idle", 6, lambda row: (f"{row.idle_s:.0f}", _urgency(row))),
+    Column("limit ", 7, lambda row: (f"{row.limit_s:.0f} ", pal.QUIET)),
+    Column("task", 0, lambda row: (row.task, pal.QUIET)),
+    count=count_of,
+)
+OTHERS: TextTable[tuple[str, float]] = TextTable(
+    Column("", 0, lambda item: (item[0], pal.QUIET)),
+    Column("", 11, lambda item: (figure(item[1]), pal.TEXT)),
+)
+REPLICAS: TextTable[ReplicaStatus] = TextTable(
+    Column("", 2, lambda replica: _health(replica), left=True),
+    Column("", 0, lambda replica: (replica.replica, pal.TEXT)),
+    Column("", 9, lambda replica: (_apart(replica), pal.QUIET)),
+    Column("", 7, lambda replica: _served(replica)),
+)
+LOST: TextTable[tuple[tuple[str, str], int]] = TextTable(
+    Column("", 8, lambda row: (row[0][0], pal.VERMILLION), left=True),
+    Column("", 0, lambda row: (row[0][1], pal.QUIET)),
+    Column("", 8, lambda row: (f"{row[1]:,}", pal.TEXT)),
+    none="nothing aborted or dropped",
+)
+TAIL: TextTable[Event] = TextTable(
+    Column("", 9, lambda event: (pal.clock_time(event.at_ns), pal.QUIET), left=True),
+    Column("", 2, lambda event: pal.MARKS[tone_of(event)], left=True),
+    Column("", 0, lambda event: (line_of(event), pal.MARKS[tone_of(event)][1])),
+    none="nothing yet",
+)
+
+
+# ---- panels ----
 
 
 class Panel(Widget):
@@ -148,16 +248,6 @@ def _serves(status: EngineStatus) -> bool:
 class ModelsPanel(Panel):
     """Shows the models of an operations run, in place of the collection panel."""
 
-    COLUMNS = (
-        Column("", 2, left=True),
-        Column("model", keeps_end=True),
-        Column("rank", 5),
-        Column("step", 7),
-        Column("waiting", 8),
-        Column("loss", 9),
-        Column("tok/s", 9),
-    )
-
     def retitle(self, screen: Screen) -> None:
         self.display = _serves(screen.status)
         self.border_title = f"Models {len(screen.models)}"
@@ -165,20 +255,7 @@ class ModelsPanel(Panel):
         self.border_subtitle = f"{found.executed:,} executed, {found.failed:,} failed" if found is not None else ""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        return table(self.COLUMNS, [self._row(row) for row in screen.models], width, height)
-
-    def _row(self, row: ModelRow) -> list[tuple[str, str]]:
-        model = row.model
-        style = f"bold {pal.VERMILLION}" if model.last_failed else pal.TEXT
-        return [
-            ("!" if model.last_failed else "", style),
-            (model.model, style),
-            ("all" if model.adapter is None else str(model.adapter.rank), pal.QUIET),
-            (str(model.step), f"bold {pal.TEXT}"),
-            (str(model.waiting), pal.AMBER if model.waiting else pal.QUIET),
-            ("–" if row.loss is None else figure(row.loss), pal.SKY),
-            (figure(round(row.tokens_s)), pal.GREEN),
-        ]
+        return MODELS.lines(screen.models, width, height)
 
 
 class CollectionPanel(Panel):
@@ -211,13 +288,7 @@ class CollectionPanel(Panel):
     def _stages(self, screen: Screen, width: int, height: int) -> list[Text]:
         if not screen.stages:
             return [Text(fit(one_line(screen.status.detail), width), pal.QUIET)]
-        rows = []
-        for stage in screen.stages[-height:]:
-            mark, colour = STAGE_MARKS[stage.state]
-            took = duration(stage.took_s)
-            row = Text(f"{mark} ", colour).append(fit(stage.name, width - 3 - len(took)), pal.TEXT)
-            rows.append(row.append(f" {took}", pal.QUIET))
-        return rows
+        return STAGES.lines(screen.stages[-height:], width, height)
 
 
 def _measure(measure: Measure, width: int) -> Text:
@@ -236,39 +307,14 @@ def _measure(measure: Measure, width: int) -> Text:
 class EpisodesPanel(Panel):
     """Shows running episodes, longest idle first."""
 
-    COLUMNS = (
-        Column("", 2, left=True),
-        Column("episode", keeps_end=True),
-        Column("client"),
-        Column("type", 6, left=True),
-        Column("calls", 5),
-        Column("idle", 6),
-        Column("limit ", 7),
-    )
-
     def retitle(self, screen: Screen) -> None:
-        near = sum(row.count for row in screen.episodes if row.near)
-        self.border_title = f"Running episodes {sum(row.count for row in screen.episodes):,}"
+        near = sum(count_of(row) for row in screen.episodes if share_used(row) >= NEAR_LIMIT)
+        self.border_title = f"Running episodes {sum(map(count_of, screen.episodes)):,}"
         self.border_subtitle = f"{near} near their idle limit" if near else ""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        columns = [*self.COLUMNS, Column("task")] if width >= TASKS_FROM_WIDTH else self.COLUMNS
-        rows = [self._row(row)[: len(columns)] for row in screen.episodes]
-        return table(columns, rows, width, height, [row.count for row in screen.episodes])
-
-    def _row(self, row: EpisodeRow) -> list[tuple[str, str]]:
-        episode = row.episode
-        style = f"bold {pal.VERMILLION}" if row.near else pal.YELLOW if row.used >= HALF_LIMIT else pal.TEXT
-        return [
-            ("!" if row.near else "", style),
-            (episode.episode, style),
-            (episode.client, style if row.near else pal.QUIET),
-            (episode.type, pal.PURPLE if episode.type == EpisodeType.EVAL else pal.QUIET),
-            (str(episode.calls), style),
-            (f"{episode.idle_s:.0f}", style),
-            (f"{episode.limit_s:.0f} ", pal.QUIET),
-            (episode.task, pal.QUIET),
-        ]
+        shown = EPISODES if width >= TASKS_FROM_WIDTH else TextTable(*EPISODES.columns[:-1], count=count_of)
+        return shown.lines(screen.episodes, width, height)
 
 
 class TrainingPanel(Panel):
@@ -298,13 +344,8 @@ class TrainingPanel(Panel):
             self._figures(screen),
         ]
         shown = {REWARD, LOSS, GRAD_NORM, STALENESS, MERGED}
-        others = sorted((name for name in training.metrics if name not in shown), key=_place)
-        return rows + [
-            Text(f"{fit(one_line(name), width - 12)} ", pal.QUIET).append(
-                fit(figure(training.metrics[name]), 11, right=True), pal.TEXT
-            )
-            for name in others
-        ]
+        others = sorted((item for item in training.metrics.items() if item[0] not in shown), key=_place)
+        return rows + (OTHERS.lines(others, width, height) if others else [])
 
     def _figures(self, screen: Screen) -> Text:
         metrics = screen.training.metrics
@@ -316,8 +357,9 @@ class TrainingPanel(Panel):
         return row
 
 
-def _place(name: str) -> tuple[int, str]:
+def _place(item: tuple[str, float]) -> tuple[int, str]:
     """Return the place of a figure in the list of figures, for sorting."""
+    name = item[0]
     return next((n for n, start in enumerate(LISTED_FIRST) if name.startswith(start)), len(LISTED_FIRST)), name
 
 
@@ -329,13 +371,6 @@ def _curve(label: str, values: tuple[float, ...], room: int, colour: str, now: f
     return row.append(fit(figure(values[-1] if now is None else now), 9, right=True), f"bold {pal.TEXT}")
 
 
-def _health(replica: ReplicaStatus) -> tuple[str, str]:
-    """Return the mark of a replica and its colour."""
-    if replica.quarantined:
-        return "✗", pal.VERMILLION
-    return ("●", pal.GREEN) if replica.current else ("○", pal.YELLOW)
-
-
 class ReplicasPanel(Panel):
     """Shows inference replicas and what they serve, followed by how many episodes were lost and why."""
 
@@ -343,30 +378,9 @@ class ReplicasPanel(Panel):
         self.border_title = f"Replicas {len(screen.status.replicas)}"
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        replicas = screen.status.replicas
-        losses = self._losses(screen, width)
-        room = max(1, height - len(losses))
-        rows = [] if replicas else [Text("none", pal.QUIET)]
-        for replica in replicas[: room if len(replicas) <= room else room - 1]:
-            mark, colour = _health(replica)
-            version = f"v{replica.version}" if replica.version >= 0 else "empty"
-            apart = f"{replica.canary.difference:.0e}" if replica.canary else "unchecked" if replica.unchecked else ""
-            room_of_name = width - 10 - (len(apart) + 1 if apart else 0)
-            row = Text(f"{mark} ", colour).append(fit(one_line(replica.replica), room_of_name), pal.TEXT)
-            if apart:
-                row.append(f" {apart}", pal.QUIET)
-            rows.append(row.append(fit(version, 8, right=True), f"bold {colour}"))
-        if len(replicas) > room:
-            rows.append(Text(f"and {len(replicas) - room + 1} more", pal.QUIET))
-        gap = [Text("")] if len(rows) + len(losses) < height else []
-        return rows + gap + losses
-
-    def _losses(self, screen: Screen, width: int) -> list[Text]:
-        rows = []
-        for (what, why), count in screen.lost:
-            row = Text(f"{what} ", pal.VERMILLION).append(fit(why, width - 16), pal.QUIET)
-            rows.append(row.append(fit(f"{count:,}", 8, right=True), pal.TEXT))
-        return rows or [Text("nothing aborted or dropped", pal.QUIET)]
+        lost = LOST.lines(screen.lost, width, height)
+        rows = REPLICAS.lines(screen.status.replicas, width, height - len(lost))
+        return [*rows, *[Text("")] * (len(rows) + len(lost) < height), *lost]
 
 
 class TailPanel(Panel):
@@ -376,9 +390,57 @@ class TailPanel(Panel):
         self.border_title = f"Events: {screen.tail_group}"
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        rows = []
-        for _, event in screen.tail[-height:]:
-            mark, colour = pal.MARKS[tone_of(event)]
-            row = Text(f"{pal.clock_time(event.at_ns)} ", pal.QUIET).append(f"{mark} ", colour)
-            rows.append(row.append(fit(line_of(event), width - 11), colour))
-        return rows or [Text("nothing yet", pal.QUIET)]
+        rows = [event for _, event in screen.tail[-height:]]
+        return TAIL.lines(rows, width, height)
+
+
+class Banner(Panel):
+    """Shows the hive and engine on the left; the link, position and time on the right."""
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        left = Text(" ⬢ bombus ", f"bold {pal.AMBER}")
+        left.append(" hive ", pal.QUIET).append(screen.viewer.hive, f"bold {pal.TEXT}")
+        if screen.engine:
+            left.append("  engine ", pal.QUIET).append(screen.engine, f"bold {pal.TEXT}")
+        if len(screen.engines) > 1:
+            left.append(f" {screen.engines.index(screen.engine) + 1} of {len(screen.engines)}", pal.QUIET)
+        right = self._link(screen.viewer)
+        right.append(f"  event {screen.position:,}", pal.QUIET)
+        right.append(f"  {pal.clock_time(screen.now_ns)} UTC ", pal.QUIET)
+        left.append(" " * max(1, width - left.cell_len - right.cell_len))
+        return [left.append_text(right)]
+
+    def _link(self, viewer: ViewerState) -> Text:
+        mark, colour = pal.LINKS[viewer.link]
+        if viewer.link == Link.LIVE and viewer.held is not None:
+            return Text("‖ held", f"bold {pal.YELLOW}")
+        text = Text(f"{mark} {viewer.link}", f"bold {colour}")
+        if viewer.link == Link.CATCHING_UP and viewer.target:
+            filled, rest = bar(viewer.newest, viewer.target, 10)
+            text.append(" ").append(filled, colour).append(rest, pal.FAINT)
+            text.append(f" of {viewer.target:,}", pal.QUIET)
+        return text
+
+
+class KeyBar(Panel):
+    """Shows the keys. If the view is held, also shows its place in the past; if the bus is away, the reason."""
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        viewer = screen.viewer
+        if viewer.held is not None:
+            return [self._scrubber(viewer, width)]
+        if viewer.why:
+            return [Text(f" {one_line(viewer.why)}", pal.VERMILLION)]
+        return [keys([(key, f"filter: {screen.tail_group}" if what == "filter" else what) for key, what in KEYS])]
+
+    def _scrubber(self, viewer: ViewerState, width: int) -> Text:
+        assert viewer.held is not None
+        behind = viewer.newest - viewer.held
+        line = Text(f" ‖ event {viewer.held:,} ", f"bold {pal.YELLOW}")
+        room = max(8, width - 70)
+        span = max(1, viewer.newest - viewer.oldest)
+        place = min(room - 1, max(0, round((viewer.held - viewer.oldest) / span * (room - 1))))
+        line.append("├" + "─" * place, pal.FAINT).append("●", pal.YELLOW)
+        line.append("─" * (room - 1 - place) + "┤", pal.FAINT)
+        line.append(f" {behind:,} behind ", pal.TEXT)
+        return line.append_text(keys((("←→", "1"), ("pgup/dn", "100"), ("end", "live"))))
