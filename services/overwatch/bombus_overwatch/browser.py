@@ -33,7 +33,7 @@ CALLS: TextTable[tuple[int, NotedCall]] = TextTable(
 )
 PAGE_WIDTH = 100
 CALL_NOTES = ("merged", "masked", "late", "incomplete")
-LONGEST = 40  # cells
+LONGEST = 22  # cells
 GROUPS_SHOWN = 500
 READING = "reading the log for the transcript …"
 
@@ -222,9 +222,9 @@ def _cells(*values: str | int | float | tuple[str | int, str] | None) -> list[Te
     for each in values:
         value, style = each if isinstance(each, tuple) else (each, pal.TEXT)
         text = "–" if value is None else figure(value) if isinstance(value, float) else one_line(str(value))
-        cell = Text(text, style, justify="left" if isinstance(value, str) else "right")
+        cells.append(Text(text, style, justify="left" if isinstance(value, str) else "right"))
+    for cell in cells[:-1]:  # the last one has the rest of the line
         cell.truncate(LONGEST, overflow="ellipsis")
-        cells.append(cell)
     return cells
 
 
