@@ -1,13 +1,30 @@
-"""The address of a bus. An address with a password must not be on a command line, which every user can read."""
+"""The address of a bus, and the users who log in there.
+
+An address with a password must not be on a command line, which every user can read.
+"""
 
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from urllib.parse import urlsplit
 
 from bombus.errors import Code, Refused
 
 VARIABLE = "BOMBUS_NATS"
 _LOGIN = re.compile(r"(^|//|,)[^/,]*@")
+
+
+class BusUser(StrEnum):
+    """The users of a bus, by the services that log in as them. `observer` is for commands that only look, and for the
+    page; `operator` may do everything within the hive."""
+
+    OPERATOR = "operator"
+    COORDINATOR = "coordinator"
+    GATEWAY = "gateway"
+    TRAINER = "trainer"
+    INFERENCE = "inference"
+    ENVIRONMENT = "environment"
+    OBSERVER = "observer"
 
 
 def has_login(url: str) -> bool:
@@ -48,3 +65,16 @@ def bus_arguments(url: str) -> tuple[str, ...]:
 def bus_environment(url: str) -> Mapping[str, str]:
     """Return the environment variable that passes the bus address to a service."""
     return {VARIABLE: url}
+
+
+def user_name(hive: str, user: BusUser, generation: int) -> str:
+    """Return the name of a login. While a password is replaced, two generations are valid."""
+    return f"{hive}.{user}.{generation}"
+
+
+def user_of(url: str, hive: str) -> BusUser | None:
+    """Return the user whose login an address contains, or None if `bombus init` did not make it."""
+    first = url.split(",")[0]
+    name = urlsplit(first if "//" in first else f"//{first}").username or ""
+    parts = name.split(".")
+    return BusUser(parts[1]) if len(parts) == 3 and parts[0] == hive and parts[1] in list(BusUser) else None

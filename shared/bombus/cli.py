@@ -60,6 +60,7 @@ COMMANDS = {
     "run-api": Command("bombus.commands.atropos.run_api", "serve Atropos's trajectory API on port 8000", "all"),
     "atropos": Command("bombus.commands.atropos.settings", "print the settings to use a hive in Atropos", "yaml"),
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
+    "init": Command("bombus.commands.init", "make the credentials of a hive on several machines", "server"),
     "install": Command("bombus.commands.install", "create an environment for vllm or verl", "yaml"),
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
     "resume": Command("bombus.commands.resume", "resume a suspended run", "bus"),

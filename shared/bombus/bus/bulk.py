@@ -12,6 +12,7 @@ from urllib.parse import ParseResult
 
 import msgspec
 
+from bombus.bus.requests import JETSTREAM_API
 from bombus.bus.wire import NO_HEADERS, LazyHeaders, Stored, parse_headers
 
 CREDIT_MESSAGES = 10_000  # messages in each of two requests
@@ -40,6 +41,7 @@ class StreamRange(msgspec.Struct, frozen=True):
     first: int
     last: int
     credit_bytes: int
+    api_prefix: str = JETSTREAM_API
 
 
 async def read_bulk(server: ParseResult, wanted: StreamRange) -> AsyncGenerator[list[Stored], None]:
@@ -128,7 +130,7 @@ class _Puller:
                 "idle_heartbeat": int(HEARTBEAT_S * _NS),
             }
             body = json.dumps(request)
-            subject = f"$JS.API.CONSUMER.MSG.NEXT.{wanted.stream}.{wanted.consumer}"
+            subject = f"{wanted.api_prefix}.CONSUMER.MSG.NEXT.{wanted.stream}.{wanted.consumer}"
             self._write(f"PUB {subject} {wanted.inbox} {len(body)}\r\n{body}\r\n".encode())
             self._credit += min(left, CREDIT_MESSAGES)
 

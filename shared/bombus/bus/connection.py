@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.errors import Error
 
+from bombus.bus.accounts import answer_subjects, api_prefix
 from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT, check_size
 from bombus.bus.inbox_client import InboxClient
 from bombus.bus.lean_nats import allow_websockets
@@ -45,7 +46,7 @@ from bombus.bus.wire import (
     stored_from_direct,
     stored_from_get,
 )
-from bombus.bus_address import check_bus_address, without_login
+from bombus.bus_address import BusUser, check_bus_address, user_of, without_login
 from bombus.config.streams import AS_THEY_ARE, PAYLOAD_BYTES, StreamLimits, limit_flag
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.figures import byte_size
@@ -68,6 +69,7 @@ SECRET_BYTES = 32
 PAYLOAD_BYTES_MIN = 64 << 10  # with less, not even headers, events and snapshots fit
 STREAMS_WAIT_S = 60.0  # how long to wait for another service to create the streams
 SECRET_ATTEMPTS = 40
+ANSWER_PREFIXES = ("_INBOX.", "_R_.")  # of clients, and of the server for requests from another account
 _SAFE_SUBJECT = re.compile(r"^[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*\Z")
 _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -80,7 +82,7 @@ class Bus:
     to the server, and `syncing` waits until what is stored would survive a power cut.
     """
 
-    def __init__(self, client: Any, subjects: Subjects, inbox: str) -> None:
+    def __init__(self, client: Any, subjects: Subjects, inbox: str, user: BusUser | None = None) -> None:
         self.subjects = subjects
         self.token = inbox.rsplit(".", 1)[1]  # unique to this connection
         self.epoch_fence: EpochFence | None = None  # kept between appends
@@ -88,7 +90,7 @@ class Bus:
         self._inbox = inbox
         self._inboxes = 0
         self._getting = Window(GET_MESSAGES_IN_FLIGHT, GET_BYTES_IN_FLIGHT, GETS_WAITING_MAX)
-        self.requests = Requests(client, f"{inbox}.api")
+        self.requests = Requests(client, f"{inbox}.api", api_prefix=api_prefix(user))
         self.syncing = Syncing(client, self.requests)
         self.publisher = Publisher(client, f"{inbox}.ack")
         self.publisher.syncing = self.syncing
@@ -114,7 +116,8 @@ class Bus:
         if not patient:
             await _look_for_server(url)
         token = secrets.token_hex(8)
-        prefix = f"_INBOX.{hive}.{_NOT_IN_A_TOKEN.sub('-', name)}"
+        user = user_of(url, hive)
+        prefix = answer_subjects(hive, user or _NOT_IN_A_TOKEN.sub("-", name))
         client = Client()
         errors = _ErrorLog()
         made: list[Bus] = []  # contains the bus created below, once the client is connected
@@ -164,7 +167,7 @@ class Bus:
             ) from error
         await _check_payload(client)
         _tell_small_payload(client.max_payload)
-        bus = cls(client, subjects, f"{prefix}.{token}")
+        bus = cls(client, subjects, f"{prefix}.{token}", user)
         made.append(bus)
         await bus.publisher.open()
         await bus.requests.open()
@@ -195,10 +198,11 @@ class Bus:
         """Send an answer to `reply`, the subject in a request's `Bombus-Reply` header.
 
         The answer is delivered at most once; a client that misses it repeats its request. An answer over the server's
-        size limit is replaced by a refusal that says so.
+        size limit is replaced by a refusal that says so. A subject that could be a stream's gets no answer: we may
+        write where the caller may not.
         """
-        if not _SAFE_SUBJECT.match(reply):
-            logger.warning("a command asks for its answer at %r, which is not a subject", reply[:100])
+        if not _SAFE_SUBJECT.match(reply) or not reply.startswith(ANSWER_PREFIXES):
+            logger.warning("a command asks for its answer at %r, where no answers go", reply[:100])
             return
         try:
             await self._client.publish(reply, self._answer_that_fits(answer))
@@ -314,7 +318,7 @@ class Bus:
 
     async def get(self, stream: str, seq: int) -> Stored:
         """Return the message at `seq`. Raises `LogCorrupted` if there is none."""
-        answer = await self.requests.request(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":%d}' % seq)
+        answer = await self.requests.request(f"{self.requests.api_prefix}.DIRECT.GET.{stream}", b'{"seq":%d}' % seq)
         if answer.headers is not None and "Nats-Sequence" in answer.headers:
             return stored_from_direct(answer)
         # A replica that lags may not have the message yet, so ask the leader.
@@ -380,7 +384,7 @@ class Bus:
         messages: list[Stored] = []
         if len(run) > 1:
             body = b'{"seq":%d,"batch":%d,"max_bytes":%d}' % (run.start, len(run), size)
-            for answer in await self.requests.request_batch(f"$JS.API.DIRECT.GET.{stream}", body):
+            for answer in await self.requests.request_batch(f"{self.requests.api_prefix}.DIRECT.GET.{stream}", body):
                 stored = stored_from_direct(answer)
                 if stored.seq == run.start + len(messages):
                     messages.append(stored)

@@ -226,7 +226,15 @@ class Reader:
                 return
             inbox = self._bus.new_inbox()
             await self._create(_flat(inbox), first)
-            backlog = StreamRange(self.stream, _flat(inbox), inbox, first, state.last_seq, self._credit_bytes())
+            backlog = StreamRange(
+                self.stream,
+                _flat(inbox),
+                inbox,
+                first,
+                state.last_seq,
+                self._credit_bytes(),
+                self._bus.requests.api_prefix,
+            )
             try:
                 async with aclosing(read_bulk(server, backlog)) as groups:
                     async for group in groups:
@@ -296,7 +304,7 @@ class Reader:
     async def _delete(self, name: str) -> None:
         """Delete a consumer now; the server would otherwise do so later."""
         if self._bus.is_connected:
-            await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.{self.stream}.{name}")
+            await self._bus.client.publish(f"{self._bus.requests.api_prefix}.CONSUMER.DELETE.{self.stream}.{name}")
 
     async def _check_end(self) -> None:
         """Raise `StreamEndLost` if the stream has lost its end: the server would accept a position beyond the end
@@ -332,7 +340,7 @@ class Reader:
         self._credit += CREDIT_MESSAGES
         try:
             await self._bus.client.publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{self._consumer}",
+                f"{self._bus.requests.api_prefix}.CONSUMER.MSG.NEXT.{self.stream}.{self._consumer}",
                 json.dumps(request).encode(),
                 reply=f"{self._inbox}.{self._generation}",
             )

@@ -15,6 +15,7 @@ _ReplyT = TypeVar("_ReplyT", bound=ApiReply)
 RETRY_S = 1.0  # a stream never answers requests that were sent before it had a leader
 RETRY_S_MAX = 4.0  # used while much other data is arriving, since the answer may be queued behind it
 MUCH_BYTES = 256 << 10
+JETSTREAM_API = "$JS.API"
 _PAUSE_S = 0.05
 
 
@@ -23,7 +24,7 @@ class _AttemptFailed(Exception):
 
 
 class ApiCall(msgspec.Struct, Generic[_ReplyT], frozen=True):
-    """A call to JetStream's API, `$JS.API.<subject>`. `what` names it in errors.
+    """A call to JetStream's API, `<api_prefix>.<subject>`. `what` names it in errors.
 
     `accept` is the code of an error that the caller handles.
     """
@@ -41,7 +42,8 @@ class Requests:
     Use it only for requests that may be repeated without harm: reads, creations under a fixed name, purges by position.
     """
 
-    def __init__(self, client: Any, inbox: str, timeout_s: float = 10.0) -> None:
+    def __init__(self, client: Any, inbox: str, timeout_s: float = 10.0, *, api_prefix: str = JETSTREAM_API) -> None:
+        self.api_prefix = api_prefix  # the subject below which this connection's account has JetStream's API
         self._client = client
         self._prefix = f"{inbox}."
         self._timeout_s = timeout_s
@@ -92,7 +94,7 @@ class Requests:
         """
         deadline = asyncio.get_running_loop().time() + (self._timeout_s if timeout_s is None else timeout_s)
         while True:
-            reply = call.decode((await self.request(f"$JS.API.{call.subject}", call.body, timeout_s)).data)
+            reply = call.decode((await self.request(f"{self.api_prefix}.{call.subject}", call.body, timeout_s)).data)
             if reply.error is None or reply.error.err_code == call.accept:
                 return reply
             error = error_of(reply.error, call.what)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bombus.bus_address import VARIABLE, BusUser
 from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile, validated_cluster
 from bombus.config.documents import Tree, no_effect, parse_job, read_job_file
 from bombus.config.flags import Flag, check_range, name_of
@@ -13,6 +14,7 @@ from bombus.config.overrides import STREAM_FLAGS, Overrides, add_overrides, flag
 from bombus.config.parts import PROCESSES_MAX
 from bombus.config.placement import check_placement
 from bombus.errors import Code, Refused
+from bombus.host.credentials import read_environment
 from bombus.terminal import complain
 
 DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # used for an engine that is not described in a file
@@ -48,6 +50,7 @@ HIVE_FLAGS: Overrides = {
     "durability": Flag(),
     "metrics_port": Flag(help="the first port of /metrics of coordinators and trainers; 0: none"),
     "metrics_host": Flag(help="where these ports are"),
+    "credentials": Flag(metavar="DIR", help="what bombus init made: a login for each service", default="none"),
     "nats": Flag(metavar="URL", help="an external NATS server", default="our own is started"),
     "hive": Flag(metavar="NAME", help="the hive's name", default="$BOMBUS_HIVE, or main", read=name_of("hive")),
 }
@@ -153,10 +156,12 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     """Return the document, overridden by the flags."""
     typed = typed_overrides(arguments, FLAGS)
     engines = plain["engines"].items()
+    whole = {**plain, "hive": plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main"), **typed[""]}
+    if whole.get("credentials"):
+        own = read_environment(Path(whole["credentials"]), whole["hive"], BusUser.OPERATOR)
+        whole["nats"] = own[VARIABLE]
     return {
-        **plain,
-        "hive": plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main"),
-        **typed[""],
+        **whole,
         **{part: {**plain.get(part, {}), **typed[part]} for part in ("gateway", "coordinator", "streams")},
         "engines": {
             name: _engine_with_flags(name, part, typed["trainer"], typed["inference"]) for name, part in engines

@@ -2,13 +2,18 @@
 
 import argparse
 import logging
+import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from bombus import logs
-from bombus.bus_address import VARIABLE, has_login
+from bombus.bus_address import VARIABLE, BusUser, has_login
 from bombus.cli import add_log_argument
 from bombus.commands.deployment import add_deployment_arguments, deployment, tell_ignored
+from bombus.config.cluster import Cluster
 from bombus.config.flags import check_range
+from bombus.host.credentials import read_environment
 from bombus.host.doctor import missing_packages
 from bombus.host.layout import Layout, check_can_start, services
 from bombus.host.supervisor import Supervisor
@@ -45,10 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_range("--nats-port", arguments.nats_port, 0, 65_535)
     cluster, jobs = deployment(arguments)
     logs.configure("up", arguments.log_level, hive=cluster.hive)
+    keys_of = partial(keys_for, arguments, environment=_key_variables(cluster))
     web = cluster.web.enabled and not missing_packages("insight")
     if web:
         arguments.host = cluster.web.host
-        keys_for(arguments, needed=("admin",))
+        keys_of(needed=("admin",))
     arguments.host = cluster.gateway.host
     layout = Layout(
         cluster=cluster,
@@ -56,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         nats_port=arguments.nats_port,
         debug_root=arguments.debug_root,
         log_level=arguments.log_level,
-        keys=keys_for(arguments),
+        keys=keys_of(),
         trusted_network=arguments.trusted_network,
         web=web,
     )
@@ -71,3 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     check_can_start(layout)
     return run_service(Supervisor(layout).run())
+
+
+def _key_variables(cluster: Cluster) -> Mapping[str, str]:
+    """Return our own variables, and the keys that `bombus init` made."""
+    if not cluster.credentials:
+        return os.environ
+    own = read_environment(Path(cluster.credentials), cluster.hive, BusUser.GATEWAY)
+    return {**own, **os.environ}

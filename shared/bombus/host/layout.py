@@ -21,6 +21,7 @@ from bombus.config.flags import typed_flags
 from bombus.config.parts import InferencePart, MetricsOptions, TrainerMachineOptions, TrainerPart
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import Code, EngineFault, Refused
+from bombus.host.credentials import bus_login
 from bombus.host.doctor_streams import check_room
 from bombus.insight.trackers.adapters import ADAPTERS as TRACKERS
 from bombus.insight.trackers.adapters import KEY_VARIABLES as TRACKER_KEYS
@@ -143,6 +144,9 @@ def services(layout: Layout, nats: str) -> list[Service]:
         """Return where the next process without a port of its own serves metrics."""
         return MetricsOptions(metrics_host=cluster.metrics_host, metrics_port=next(ports))
 
+    def login(kind: str) -> Mapping[str, str]:
+        return bus_login(Path(cluster.credentials), cluster.hive, kind) if cluster.credentials else {}
+
     def service(
         kind: str, name: str, *arguments: str, more: Mapping[str, str] = {}, gpus: Sequence[int] = ()
     ) -> Service:
@@ -151,7 +155,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
         command = (sys.executable, "-m", "bombus", kind, *common, *arguments, *own)
         seen = gpu_environment(gpus) if gpus else {}
         silence_s = GATEWAY_SILENCE_S if kind == "gateway" else 0.0
-        return Service(kind, name, command, {**environment, **more, **seen}, seen, silence_s)
+        return Service(kind, name, command, {**environment, **login(kind), **more, **seen}, seen, silence_s)
 
     found = [
         service("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *kept)
@@ -161,7 +165,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
         if engine.trainer is not None:
             command = _trainer(engine.trainer, name, layout, nats, metrics())
             seen = gpu_environment(engine.trainer.devices) if engine.trainer.devices else {}
-            variables = {**KEEP_FREED_MEMORY, **environment, **seen}
+            variables = {**KEEP_FREED_MEMORY, **environment, **login("trainer"), **seen}
             found.append(Service("trainer", f"trainer {name}", command, variables, seen, engine.trainer.stall_s))
         kinds = [(part, gpus) for part in engine.inference for gpus in gpus_of_replicas(part)]
         for which, (part, gpus) in zip(_numbered(len(kinds)), kinds, strict=True):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from bombus.bus import Bus, ServerRefused
+from bombus.bus.accounts import ENTRIES
 from bombus.bus.headers import TTL
 from bombus.bus.requests import ApiCall
 from bombus.bus.streams import lease_stream
@@ -79,4 +80,4 @@ async def shown_servers(bus: Bus) -> list[ShownServer]:
 
 
 def _prefix(bus: Bus) -> str:
-    return f"$KV.{bus.subjects.leases_bucket}.environments"
+    return f"$KV.{bus.subjects.leases_bucket}.{ENTRIES}"

@@ -1,0 +1,129 @@
+"""`bombus init`: makes the credentials of every service of a hive, and a NATS server's configuration.
+
+Each service has a file of environment variables and needs no other. Nobody but the owner can read the folder.
+"""
+
+import argparse
+import json
+import re
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from bombus.bus.accounts import accounts
+from bombus.bus_address import VARIABLE, BusUser, check_bus_address, has_login, user_name
+from bombus.commands.deployment import document
+from bombus.config.flags import name_of
+from bombus.config.streams import PAYLOAD_BYTES
+from bombus.errors import Code, Refused
+from bombus.hive.subjects import check_name
+from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
+from bombus.private import private_folder, write_private
+from bombus.terminal import say
+
+GENERATIONS = 2  # how many passwords of a user are valid: the newest, and the one that it replaces
+SERVER_CONFIG = "nats-server.conf"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to put them; only you will be able to read it")
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="a cluster file, with the hive's name and bus")
+    parser.add_argument("--hive", type=name_of("hive"), metavar="NAME", help="the hive's name (default: main)")
+    parser.add_argument(
+        "--nats",
+        metavar="URL",
+        help="where services reach the NATS server, without a login (default: as before, or nats://127.0.0.1:4222)",
+    )
+    parser.add_argument(
+        "--rotate", action="store_true", help="make new passwords; those that they replace stay valid until the next"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plain, _ = document(arguments.config, (), {})
+    hive = arguments.hive or plain.get("hive") or "main"
+    nats = arguments.nats or plain.get("nats") or ""
+    for path in make_credentials(arguments.folder, hive, nats, rotate=arguments.rotate):
+        say(path)
+    config = arguments.folder / SERVER_CONFIG
+    say(f"start the server with nats-server --config {config}; after a change: nats-server --signal reload")
+    return 0
+
+
+class _Kept(msgspec.Struct, omit_defaults=True):
+    """What the folder keeps of a hive between two calls. Passwords are by user and generation."""
+
+    nats: str
+    passwords: dict[BusUser, dict[int, str]]
+    admin_key: str
+    client_key: str
+
+
+def make_credentials(folder: Path, hive: str, nats: str = "", *, rotate: bool = False) -> list[Path]:
+    """Make or renew the credentials of a hive, and return the files. `nats` has no login; "" keeps the address.
+
+    What exists is kept, so a second call changes nothing, unless `rotate` asks for a new password for every user. The
+    passwords before these stay valid, and those before them do not. Raises `Refused`.
+    """
+    check_name(hive, "hive")
+    own = private_folder(folder / hive)
+    kept = _read(own / "passwords.json") or _Kept(nats or "nats://127.0.0.1:4222", {}, _secret(), _secret())
+    kept.nats = nats or kept.nats
+    if has_login(kept.nats):
+        raise Refused(Code.BAD_CONFIG, "--nats must have no login: bombus init makes one for each service")
+    check_bus_address(kept.nats)
+    for user in BusUser:
+        known = kept.passwords.setdefault(user, {})
+        if rotate or not known:
+            known[max(known, default=0) + 1] = _secret()
+        for generation in sorted(known)[:-GENERATIONS]:
+            del known[generation]
+    write_private(own / "passwords.json", msgspec.json.encode(kept).decode())
+    # NATS reads JSON as a part of its configuration. The braces around it would make it a block.
+    write_private(own / "accounts.conf", json.dumps(accounts(hive, kept.passwords), indent=1)[1:-1].strip() + "\n")
+    written = [own / "accounts.conf"]
+    for user in BusUser:
+        generation = max(kept.passwords[user])
+        login = f"{user_name(hive, user, generation)}:{kept.passwords[user][generation]}"
+        variables = {VARIABLE: _with_login(kept.nats, login)}
+        if user in (BusUser.GATEWAY, BusUser.OPERATOR):
+            variables |= {ADMIN_VARIABLE: kept.admin_key, CLIENT_VARIABLE: kept.client_key}
+        written.append(own / f"{user}.env")
+        write_private(written[-1], "".join(f"{name}={value}\n" for name, value in variables.items()))
+    config = folder / SERVER_CONFIG
+    if not config.exists():
+        write_private(config, _SERVER)
+    hives = sorted(path.parent.name for path in folder.glob("*/accounts.conf"))
+    write_private(folder / "accounts.conf", "".join(f'include "{name}/accounts.conf"\n' for name in hives))
+    return [config, *written]
+
+
+def _read(path: Path) -> _Kept | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Kept)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise Refused(Code.BAD_CONFIG, f"{path} cannot be read: {error}; delete it to make new credentials") from error
+
+
+def _with_login(urls: str, login: str) -> str:
+    return ",".join(
+        re.sub(r"^(\w+://)?", lambda scheme: f"{scheme[1] or 'nats://'}{login}@", url) for url in urls.split(",")
+    )
+
+
+def _secret() -> str:
+    return secrets.token_urlsafe(24)
+
+
+_SERVER = f"""\
+# Written once by bombus init. It may be changed, for instance for a cluster of three servers.
+port: 4222
+max_payload: {PAYLOAD_BYTES}
+max_pending: {64 << 20}
+write_deadline: "10s"
+jetstream {{ store_dir: "jetstream", sync_interval: "1s" }}
+accounts {{ include "accounts.conf" }}
+"""
