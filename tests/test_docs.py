@@ -25,9 +25,9 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def section(title: str) -> str:
-    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", ARCHITECTURE, re.DOTALL | re.MULTILINE)
-    assert found, f"docs/architecture.md has the section {title!r}"
+def section(title: str, page: Path = DOCS / "architecture.md") -> str:
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert found, f"{name_of(page)} has the section {title!r}"
     return found[1]
 
 
@@ -54,6 +54,16 @@ def commands(page: Path) -> list[str]:
     lines = [line for kind, block in blocks if kind == "sh" for line in block.splitlines()]
     lines += [line.removeprefix("$ ") for _, block in blocks for line in block.splitlines() if line.startswith("$ ")]
     return [command for line in lines if (command := re.split(r"[#|]", line)[0].strip())]
+
+
+def test_every_test_that_the_threat_model_names_exists() -> None:
+    named_tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "SECURITY.md").read_text())
+    lines = [line for line in section("What holds", ROOT / "SECURITY.md").splitlines() if line.startswith("| ")]
+    promises = [line for line in lines if not line.startswith("| threat |")]
+    assert promises
+    assert all("::test_" in line for line in promises), "each line names its test"
+    for path, test in named_tests:
+        assert re.search(rf"^(?:async )?def {test}\(", (ROOT / path).read_text(), re.MULTILINE), (path, test)
 
 
 def is_bombus(word: str) -> bool:

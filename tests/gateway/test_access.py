@@ -21,11 +21,14 @@ from bombus.host.layout import Layout, services
 from bombus.machine.hive_keys import HiveKeys, NamedKey, add_key_arguments, keys_for
 from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.app import GatewayApp
+from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
 from tests.gateway.openai_hive import gateway_hive, says
 from tests.gateway.swarm_hive import PlayedHive, played_hive
 
 ADMIN, CLIENT, WRONG = "an-admin-key-for-tests", "a-client-key-for-tests", "neither-of-the-two-keys"
+OF_BOTH = {"/generate", "/v1/models", "/v1/models/x"}  # clients and agents may use these
+LATER_NS = 2**62
 BOTH = HiveKeys(admin=ADMIN, client=CLIENT)
 
 OPEN = {"/health", "/ready", "/docs", "/openapi.json", "/v1/embeddings", "/v1/x", "/v1/messages/x"}
@@ -164,6 +167,25 @@ async def test_every_route_has_its_guard(keyed: PlayedHive) -> None:
         else:
             passed = 200 if bare.startswith("/v1/models") else 503
             assert statuses == [401, 401 if bare in CONTROL else passed, passed], path
+
+
+async def test_no_key_of_anybody_else_opens_a_route(keyed: PlayedHive) -> None:
+    """Nothing, an agent's expired key, one of a neighbour hive, one of another engine, and the keys of other roles."""
+    keys, neighbours = keyed.gateway.keys, Keys(b"the secret of another hive, 32 B")
+    valid = keys.sign("main", 1, "main-1-1", LATER_NS)
+    of_agents = (keys.sign("main", 1, "main-1-1", 1), neighbours.sign("main", 1, "main-1-1", LATER_NS), valid[:-2])
+    for method, path in routes_of(keyed.app):
+        bare = path.removeprefix("/e/main")
+        if bare in OPEN:
+            continue
+        closed = ["", WRONG, neighbours.for_replicas, keys.for_replicas, *of_agents]
+        if bare in CALL:
+            closed += [CLIENT, ADMIN] + [keys.sign("other", 1, "other-1-1", LATER_NS)] * path.startswith("/e/")
+        elif bare not in OF_BOTH:
+            closed.append(valid)
+        for key in closed:
+            reply = await keyed.http.request(method, path, headers={"Authorization": f"Bearer {key}"} if key else {})
+            assert reply.status_code == 401, (method, path, key, reply.text)
 
 
 @pytest.mark.parametrize("way", ["bearer", "x-api-key", "path"])
