@@ -35,8 +35,8 @@ bombus up --metrics-port 9464
 
 Coordinators and trainers listen only if they are told to. `bombus up --metrics-port 9464` gives that port to the
 first coordinator, and the next ones to other coordinators, trainers, and gateways that share a port, in this order;
-`bombus up --dry-run` shows them. A process whose port is taken works without metrics until the
-port is free, and warns of that.
+`bombus up --dry-run` shows them. A process whose port is taken works without metrics until the port is free, and warns
+of that. `GET /health` of such a port answers 200 without a key while the process works, for probes.
 
 `deploy/prometheus.yml` scrapes such a hive, `deploy/alerts.yml` has alerts, and `deploy/grafana.json` is a dashboard
 to import into Grafana. Several gateways tell the same about the hive, so use `max by (engine) (...)` of

@@ -57,6 +57,7 @@ async def test_a_port_of_its_own_is_opened_only_if_wanted_and_needs_the_key_of_r
                 await http.get("/metrics", headers=each) for each in ({}, {"authorization": "Bearer x"}, headers)
             ]
             elsewhere = await http.get("/", headers=headers)
+            assert (await http.get("/health")).status_code == 200, "a probe has no key"
         assert [answer.status_code for answer in answers] == [401, 401, 200]
         assert "bombus inference --show-key" in answers[0].text
         assert "a_total" in answers[2].text

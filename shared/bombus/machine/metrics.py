@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PATH = "/metrics"
+HEALTH = "/health"  # answers without a key, for probes of containers
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RETRY_S = 30.0  # until a port that was taken is tried again
 BUS_S = 1.0  # how long the bus may take to say what only it knows
@@ -65,7 +66,10 @@ async def of_bus(asking: Awaitable[T]) -> T | None:
 async def metrics_server(
     bus: Bus, options: MetricsOptions, expose: Callable[[], Awaitable[bytes]]
 ) -> AsyncIterator[None]:
-    """Serve `/metrics` while the block runs, if the options give a port. The key is that of replicas."""
+    """Serve `/metrics` while the block runs, if the options give a port. The key is that of replicas.
+
+    `/health` answers that the event loop runs, without a key.
+    """
     if not options.metrics_port:
         yield
         return
@@ -73,7 +77,9 @@ async def metrics_server(
 
     async def app(scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
         given = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(given, authorization):
+        if scope["path"] == HEALTH:
+            status, body = 200, b"ok\n"
+        elif not hmac.compare_digest(given, authorization):
             why = b"Send what `bombus inference --show-key` prints, as `Authorization: Bearer <key>`.\n"
             status, body = 401, why
         elif scope["path"] != PATH:
