@@ -43,11 +43,13 @@ ROOM ?=
 TEMPLATES ?=
 MODEL ?=
 OUT ?=
+BASE ?=
+TARGETS ?=
 
 # Where it is set, as in many images, each process of a hive would compile torch and all else that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-trackers test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench load sim chaos test-hosts upgrade cuts fuzz histories clean
+.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-trackers test-atropos test-environments test-harnesses images test-deploy check bench bench-compare diagnose-bench load sim chaos test-hosts upgrade cuts fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)
 
@@ -181,6 +183,13 @@ test-harnesses: $(DEV_STAMP)  ## agent harnesses, unmodified, against a hive wit
 	BOMBUS_HARNESSES=1 $(BIN)/python -m pytest $(LONGER) tests/harnesses
 	$(BIN)/python -m tests.harnesses.table
 
+# Some 5 GB in .images/, by Debian's buildah, as root and without a running engine. Without BASE, debootstrap makes one.
+images:  ## an image of each service: docs/deploy.md (BASE=image of Debian, TORCH=cpu or cuda, TARGETS="gateway coordinator")
+	TORCH=$(if $(filter file,$(origin TORCH)),cpu,$(TORCH)) BASE=$(BASE) deploy/images.sh $(TARGETS)
+
+test-deploy: $(DEV_STAMP) images  ## a hive of these images trains a model, without a container engine
+	BOMBUS_IMAGES=.images $(BIN)/python -m pytest $(LONGER) tests/deploy
+
 check: $(DEV_STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -230,4 +239,4 @@ histories: $(DEV_STAMP)  ## play random histories of harnesses, and judge what w
 	$(BIN)/python -m tests.histories --histories $(HISTORIES) --seed $(SEED)
 
 clean:  ## remove the environments and what runs left in this folder
-	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) $(TRACKERS_VENV) $(ATROPOS_VENV) $(ENVIRONMENTS_VENV) $(TASKS_VENV) .harnesses .bombus runs
+	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) $(TRACKERS_VENV) $(ATROPOS_VENV) $(ENVIRONMENTS_VENV) $(TASKS_VENV) .harnesses .images .bombus runs

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 WITH_SUBCOMMANDS = {"replay", "log", "env"}
-INSTALLED = {"git", "cd", "cp", "pip", "curl", "torchrun"}  # commands that are not ours
+INSTALLED = {"git", "cd", "cp", "pip", "curl", "torchrun", "docker"}  # commands that are not ours
 
 
 def name_of(page: Path) -> str:
