@@ -47,4 +47,4 @@ for target in "${targets[@]}"; do
     b bud --quiet --layers --format docker --build-arg "BASE=$base" --build-arg "TORCH=$torch" \
         --ignorefile .dockerignore "${flags[@]}" --target "$target" --tag "localhost/bombus-$target" -f deploy/Dockerfile .
 done
-b images
+b images | grep ^localhost

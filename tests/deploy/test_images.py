@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from openai import OpenAI
@@ -15,14 +16,13 @@ from openai.types.chat import ChatCompletionMessageParam
 from bombus import Credentials, Job, SwarmClient, Task, WorkflowOutput
 from bombus.config.streams import PAYLOAD_BYTES
 from bombus.machine.process import free_port
-from tests.deploy.dockerfile import ROOT, TARGETS
+from tests.deploy.dockerfile import ROOT, TARGETS, health_url
 from tests.deploy.rooms import UID, Image, Images, Service
 from tests.patience import wait_until
 
 FOLDER = os.environ.get("BOMBUS_IMAGES", "")
 pytestmark = pytest.mark.skipif(not FOLDER, reason="`make test-deploy` builds images")
 ABOVE_BASE_BYTES = {"coordinator": 150_000_000, "gateway": 150_000_000}
-STOPPED = 143  # the exit code after SIGTERM
 # The services of a hive, with arguments that end with a port.
 KINDS = {
     "coordinator": ["--metrics-port"],
@@ -81,6 +81,7 @@ def test_every_extension_module_can_be_loaded_after_it_was_stripped(
     mounted: dict[str, Image], target: str, tmp_path: Path
 ) -> None:
     load = "import ctypes, pathlib, sys; [ctypes.CDLL(str(path)) for path in pathlib.Path(sys.prefix).rglob('*.so')]"
+    os.chown(tmp_path, UID, UID)
     done = mounted[target].run(tmp_path, "python", "-c", load)
     assert done.returncode == 0, done.stderr
 
@@ -129,7 +130,8 @@ def hive(mounted: dict[str, Image], tmp_path: Path) -> Iterator[tuple[dict[str, 
         for kind, words in KINDS.items():
             start(kind, mounted[kind], kind, *words, ports[kind])
         for kind in KINDS:
-            started[kind].until_healthy(f"http://127.0.0.1:{ports[kind]}/health")
+            path = urlsplit(health_url(kind)).path
+            started[kind].until_healthy(f"http://127.0.0.1:{ports[kind]}{path}")
         yield started, f"http://127.0.0.1:{ports['gateway']}"
 
 
@@ -156,4 +158,5 @@ def test_a_hive_of_images_trains_a_model_and_each_service_ends_cleanly_when_its_
         assert all(process.uids().real == UID for process in inside), f"{name} is not root"
         assert service.first.name() == "tini"
     for name, service in reversed(services.items()):
-        assert service.stop() == (1 if name == "nats" else STOPPED), service.log.read_text()
+        code = service.stop()
+        assert code == 0 or name == "nats", (name, code, service.log.read_text())
