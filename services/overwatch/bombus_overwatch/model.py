@@ -14,7 +14,6 @@ from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.describe import KINDS, EventGroup
 from bombus.hive.events import AbortReason, AnyEvent, EpisodeType, Event, NotedCall
-from bombus.hive.fold.evolve import evolve
 from bombus.hive.operations.state import FORWARD_BACKWARD, OPTIM_STEP
 from bombus.hive.state import EngineState, Hive
 from bombus.insight.metrics import step_metrics
@@ -189,8 +188,7 @@ class Timeline:
         if not self._folded % self._frame_events:
             self._frames.append((self.newest, self.record.live.encode(), _copied(self.live.histories)))
         self._folded += 1
-        evolve(self.record.live.hive, event)
-        self.record.note(position, cast(AnyEvent, event), event.at_ns)
+        self.record.fold(position, cast(AnyEvent, event), event.at_ns)
         self.live.note(event)
         self._keep(LoggedEvent(position, event))
 
