@@ -20,7 +20,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus.hive.fates import StepTokens
 from bombus.operations import (
     AdamParams,
     CheckpointKind,
@@ -38,6 +37,7 @@ from bombus.operations import (
 from bombus_trainer.backend import BackendLost, Interrupted, OperationBackend, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.data.fates import StepAccount
 from bombus_trainer.operations.executor import OperationExecutor
 from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.publish.export import digest_of
@@ -82,7 +82,7 @@ class Rank(Executor):
         groups: list[EpisodeGroup],
         step: int,
         interrupted: Callable[[], bool] = lambda: False,
-        account: Callable[[StepTokens], None] = lambda tokens: None,
+        account: Callable[[StepAccount], None] = lambda account: None,
     ) -> dict[str, float]:
         if self.scenario == "one fails" and not self.ranks.leads:
             raise MemoryError("no room for this rank")
@@ -210,9 +210,9 @@ def trained(backend: TrainerBackend, interrupted: Callable[[], bool] = lambda: F
     second = call("b", list(range(20)), [4, 5], episode="e2")
     third = call("c", list(range(5, 15)), [6, 7, 8], episode="e3")
     played = (episode("e1", 0.0, first), episode("e2", 1.0, second), episode("e3", 0.25, third))
-    accounts: list[StepTokens] = []
+    accounts: list[StepAccount] = []
     metrics = backend.train_step([EpisodeGroup("task", played)], 1, interrupted, accounts.append)
-    counts = {name: row for account in accounts for name, row in account.episodes.items()}
+    counts = {name: row for account in accounts for name, row in account.tokens.episodes.items()}
     shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "grad_norm", "clip_fraction"))
     return f"{metrics.get('versions', 1.0):.0f} version: {shown}, tokens {counts}, of {metrics['bins']:.0f} bins"
 

@@ -18,6 +18,8 @@ from bombus.config.documents import parse_job
 from bombus.hive import inbox
 from bombus.hive.state import Phase
 from bombus.replay.archive import FileSource
+from bombus.replay.episode.story import read_story
+from bombus.replay.episode.tree import read_transcript
 from bombus.replay.export import export
 from bombus.replay.logged_run import read_run
 from bombus.replay.source import BusSource
@@ -282,6 +284,23 @@ async def test_a_batch_from_a_file_equals_that_from_the_bus_and_the_one_that_the
     (path,) = finished.engines.glob("rollouts/*/main/run-1/debug/2.pt")
     without = [replace(each, label=None, metadata={"bombus": each.metadata["bombus"]}) for each in found]
     assert load_samples(path) == without  # a trainer reads batches, not what clients said of their episodes
+
+
+async def test_the_differences_of_the_tokens_of_episodes_are_those_that_the_metrics_of_their_step_sum_up(
+    finished: Finished,
+) -> None:
+    with FileSource.open(finished.log) as source:
+        logged = await read_run(source)
+        for step in range(1, STEPS + 1):
+            members = [member.episode for group in logged.step(step).batch.groups for member in group.episodes]
+            read = [await read_transcript(source, await read_story(source, name)) for name in members]
+            tokens = [token for each in read for turn in each.turns for reply in turn.replies for token in reply.tokens]
+            found = [abs(token.difference) for token in tokens if token.difference is not None]
+            assert len(found) == sum(token.trained for token in tokens) == 20
+            done = logged.step(step).done
+            assert done is not None
+            assert sum(found) / len(found) == pytest.approx(done.metrics["kl_sampler_abs"], rel=2e-3)
+            assert max(found) == pytest.approx(done.metrics["kl_sampler_abs_max"], rel=2e-3)
 
 
 def test_batch_writes_a_file_and_says_what_is_in_it(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.hive.events import Canary
-from bombus.hive.fates import StepTokens
 from bombus.operations import Operation, Result
 from bombus.weights.checkpoints import Checkpoint
 from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.data.fates import StepAccount
 from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors, WeightsSource
 from bombus_trainer.publish.step_checkpoint import StepFacts
@@ -54,7 +54,7 @@ class TrainerBackend(Protocol):
         groups: list[EpisodeGroup],
         step: int,
         interrupted: Callable[[], bool] = lambda: False,
-        account: Callable[[StepTokens], None] = lambda tokens: None,
+        account: Callable[[StepAccount], None] = lambda account: None,
     ) -> dict[str, float]:
         """Train on a batch and return the step's metrics. A batch with nothing to train on changes nothing.
 

@@ -18,12 +18,12 @@ from torch.distributed.distributed_c10d import Store
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError
 from bombus.hive.events import Canary
-from bombus.hive.fates import StepTokens
 from bombus.operations import Operation, Result
 from bombus.weights.checkpoints import Checkpoint
 from bombus_trainer.backend import BackendLost, BaseLoader, Loader, OperationBackend, TrainerBackend
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.data.fates import StepAccount
 from bombus_trainer.operations.checkpoints import ModelCheckpoint
 from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors, WeightsSource
@@ -160,7 +160,7 @@ class _LeaderBackend:
         groups: list[EpisodeGroup],
         step: int,
         interrupted: Callable[[], bool] = lambda: False,
-        account: Callable[[StepTokens], None] = lambda tokens: None,
+        account: Callable[[StepAccount], None] = lambda account: None,
     ) -> dict[str, float]:
         return self._leader.run(
             ("train_step", (groups, step)), lambda: self._ours.train_step(groups, step, interrupted, account)

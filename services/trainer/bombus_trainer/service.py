@@ -13,12 +13,14 @@ import msgspec
 from torch import AcceleratorError
 
 from bombus import telemetry
-from bombus.bus import Blobs, Bus
+from bombus.bus import Blobs, Bus, ServerRefused
 from bombus.bus.large.parts import Parts
+from bombus.datums.differences import BYTES_MAX, StepDifferences, object_name
 from bombus.datums.reading import BusCallReader
+from bombus.errors import BusUnavailable
 from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady, TrainerRegistered, WeightsReady
-from bombus.hive.fates import Fate, StepTokens
+from bombus.hive.fates import Fate
 from bombus.hive.inbox import GiveUpGroups, LostGroup, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.steps import checkpoints, is_due, steps_after
@@ -29,6 +31,7 @@ from bombus.telemetry import TraceSpan
 from bombus_trainer import loading
 from bombus_trainer.backend import BaseLoader, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
+from bombus_trainer.data.fates import StepAccount
 from bombus_trainer.data.reading import ReadBatch, read_batch
 from bombus_trainer.data.rollout_groups import read_rollout_groups
 from bombus_trainer.data.samples import Origin
@@ -278,7 +281,7 @@ class Trainer:
         reached(Point.TRAINER_BATCH_FOUND)
         about: telemetry.Attributes = {"bombus.engine": self._options.engine, "bombus.step": batch.step}
         with telemetry.span("trainer.step", ownership.batch_trace, about, "CONSUMER") as span:
-            metrics, tokens = await self._train(executor, batch, span)
+            metrics, account = await self._train(executor, batch, span)
             reached(Point.TRAINER_STEP_TRAINED)
             due = is_due(ownership.engine.steps, batch.step, self._checkpoint_every(executor))
             path, digest = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
@@ -288,11 +291,12 @@ class Trainer:
                 checkpoint=path,
                 checkpoint_digest=digest,
                 metrics=metrics,
-                tokens=tokens,
+                tokens=account.tokens,
             )
             is_done = partial(_has_made, step=batch.step)
             await ownership.say(done, is_done, Point.TRAINER_STEP_SAID)
             reached(Point.TRAINER_STEP_SEEN)
+            await self._keep_differences(batch.step, account.differences)
             self.metrics.made(metrics)
             self._made_again = {}
             engine = ownership.engine
@@ -305,7 +309,7 @@ class Trainer:
 
     async def _train(
         self, executor: TrainerBackend, batch: BatchReady, span: TraceSpan
-    ) -> tuple[dict[str, float], StepTokens]:
+    ) -> tuple[dict[str, float], StepAccount]:
         start = perf_counter()
         read = await self._read(executor, batch)
         span.link(call.trace for group in read.groups for episode in group.episodes for call in episode.records)
@@ -319,7 +323,7 @@ class Trainer:
         for episode, age in read.stale.items():
             log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
         groups, interrupted = list(read.groups), self._ownership.over.is_set
-        accounts: list[StepTokens] = []
+        accounts: list[StepAccount] = []
         train = partial(executor.train_step, groups, batch.step, interrupted, accounts.append)
         metrics = await in_thread(Kind.STEP, f"step {batch.step}", train)
         metrics[NONFINITE_STEPS] = nonfinite_steps(metrics, _metrics_before(self._ownership.engine))
@@ -331,7 +335,8 @@ class Trainer:
             origin, debug = Origin(self._options.engine, self._ownership.run, batch.step), self._debug
             metrics |= await in_thread(Kind.SAMPLES, "writing samples", lambda: debug.save(origin, groups))
         left_out = dict.fromkeys(read.lost, Fate.DROPPED_UNREADABLE) | dict.fromkeys(read.stale, Fate.DROPPED_STALE)
-        return metrics, msgspec.structs.replace(accounts[0], left_out=accounts[0].left_out | left_out)
+        tokens, differences = accounts[0]
+        return metrics, StepAccount(msgspec.structs.replace(tokens, left_out=tokens.left_out | left_out), differences)
 
     async def _read(self, executor: TrainerBackend, batch: BatchReady) -> ReadBatch:
         """Read the calls, or the rollout groups, of a batch. Raises `BusUnavailable`."""
@@ -379,6 +384,17 @@ class Trainer:
         save = partial(executor.save, self._checkpoints(), facts)
         saved = await in_thread(Kind.CHECKPOINT, f"the checkpoint of step {batch.step}", save)
         return str(saved.path), saved.digest
+
+    async def _keep_differences(self, step: int, episodes: dict[str, bytes]) -> None:
+        """Store by how much the step's logprobs differ from the sampler's. They are for people to look at: a bus that
+        has no room for them does not stop the run."""
+        if sum(map(len, episodes.values())) > BYTES_MAX:
+            return
+        body = msgspec.msgpack.encode(StepDifferences(run=self._ownership.run, step=step, episodes=episodes))
+        try:
+            await Blobs(self._bus).put(object_name(self._options.engine, step), body)
+        except (BusUnavailable, ServerRefused) as error:
+            log.warning("the differences of step %d from the sampler are not stored: %s", step, error)
 
     # ---- failures ---------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Literal
 from bombus.bus import BlobMissing, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.snapshots import Snapshot
+from bombus.datums.differences import DIFFERENCES, object_name
 from bombus.durable import make_durable
 from bombus.hive import events as ev
 from bombus.hive.fold.evolve import evolve
@@ -108,7 +109,7 @@ class _Writer:
 
     async def _write_batch(self, batch: Sequence[Stored]) -> None:
         refs: list[CallRef] = []
-        tokenizers: list[str] = []
+        objects: list[str] = []
         for stored in batch:
             self._put(EventFrame(stored.seq, stored.written_ns, stored.subject, dict(stored.headers), stored.data))
             self._events += 1
@@ -119,12 +120,15 @@ class _Writer:
             if isinstance(event, ev.GroupsPushed):
                 self._groups += len(event.groups)
             if isinstance(event, ev.WeightsReady) and event.weights.tokenizer:
-                tokenizers.append(event.weights.tokenizer)
+                objects.append(event.weights.tokenizer)
+            if isinstance(event, ev.StepCompleted):
+                objects.append(object_name(event.engine, event.step))
         if self._with_calls:
-            await self._write_references(refs, tokenizers)
+            await self._write_references(refs, objects)
 
-    async def _write_references(self, refs: Sequence[CallRef], tokenizers: Sequence[str]) -> None:
-        """Write the calls that have not been written yet, the calls that they extend, and the tokenizers."""
+    async def _write_references(self, refs: Sequence[CallRef], objects: Sequence[str]) -> None:
+        """Write the calls that have not been written yet, the calls that they extend, and the named
+        objects: tokenizers and `StepDifferences`."""
         while wanted := {ref.seq: ref for ref in refs if ref.seq not in self._calls}:
             self._calls |= wanted.keys()
             bodies = await self._source.bodies(list(wanted.values()))
@@ -136,13 +140,14 @@ class _Writer:
                 self._put(CallFrame(ref.seq, body))
                 parent = decode_record(body, ref).parent
                 refs += [parent] if parent is not None else []
-        for name in dict.fromkeys(tokenizers):
+        for name in dict.fromkeys(objects):
             if name not in self._blobs:
                 self._blobs.add(name)
                 try:
                     self._put(BlobFrame(name, await self._source.blob(name)))
                 except BlobMissing as missing:
-                    log.warning("%s: tokens will be shown as numbers", missing)
+                    if not name.startswith(DIFFERENCES):
+                        log.warning("%s: tokens will be shown as numbers", missing)
 
     async def _write_bodies(self) -> None:
         """Write the bodies that may still be needed at the end of the log. Lost bodies are left out."""

@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
+from bombus.datums.differences import differences_of_calls
+from bombus.hive.records import CallRecord, pack_logprobs, unpack_logprobs
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, answer_ends, mini_batches, prepare
+from bombus_trainer.data.fates import TrainedTerms
 from bombus_trainer.data.sequences import merge_calls
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
@@ -150,3 +154,40 @@ def test_groups_without_signal_are_spread_over_a_batchs_updates_so_that_each_is_
     # each update has a group of two episodes that is computed, and one that only counts
     weights = [[float(weight) for item in items for weight in item.terms.weights_N] for items in updates]
     assert weights == [[0.25, 0.25], [0.25, 0.25]]
+
+
+def test_each_difference_is_that_of_its_own_token_whatever_branches_and_choices_its_episode_has() -> None:
+    seen = 0
+
+    def numbered(record: CallRecord) -> CallRecord:
+        """Give each token a logprob of its own."""
+        nonlocal seen
+        choices = []
+        for choice in record.choices:
+            count = len(choice.token_ids())
+            logprobs = pack_logprobs([-float(seen + each) for each in range(count)])
+            choices.append(msgspec.structs.replace(choice, logprobs=logprobs))
+            seen += count
+        return msgspec.structs.replace(record, choices=tuple(choices))
+
+    first = numbered(call("a", [1, 2], [3, 4], [5]))
+    second = numbered(call("b", [6], [7, 8, 9], parent=first, parent_choice=1))
+    third = numbered(call("c", [7], [8], parent=first))
+    nothing = numbered(call("d", [], [3, 2]))
+    records = (third, first, nothing, second)
+    batch = prepare(
+        [EpisodeGroup("t", (episode("e", 1.0, *records), episode("f", 0.0, third)))], tiny_settings(), VOCAB
+    )
+    terms = TrainedTerms(batch)
+    for entry in batch.groups[0].sequences:
+        mask = entry.sequence.loss_mask_T
+        own = slice(entry.first_id, entry.first_id + int(mask.sum()))
+        terms.differences_N[own], terms.computed_N[own] = -entry.sequence.logprobs_T[mask], 1.0
+    found = differences_of_calls(terms.differences(batch)["e"], records, ())
+    expected = {
+        (record.id, number): {index: -logprob for index, logprob in enumerate(unpack_logprobs(choice.logprobs))}
+        for record in records
+        for number, choice in enumerate(record.choices)
+    }
+    del expected["d", 0][0]  # nothing predicts the first token after an empty prompt
+    assert found == expected

@@ -14,12 +14,11 @@ import torch
 from bombus.errors import in_one_line
 from bombus.faults import Point, reached
 from bombus.hive.events import Canary
-from bombus.hive.fates import StepTokens
 from bombus_trainer.backend import BackendLost, Interrupted
 from bombus_trainer.backends.torch.metrics import Tally, reward_metrics
 from bombus_trainer.backends.torch.optim import learning_rate
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, answer_ends, mini_batches, prepare, staleness
-from bombus_trainer.data.fates import TrainedTerms, step_tokens
+from bombus_trainer.data.fates import StepAccount, TrainedTerms, step_tokens
 from bombus_trainer.data.packing import TrainingItem
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.publish.export import ModelPart, Outline, WeightsSource
@@ -120,7 +119,7 @@ class StepBackend(ABC, Generic[P]):
         groups: list[EpisodeGroup],
         step: int,
         interrupted: Callable[[], bool] = lambda: False,
-        account: Callable[[StepTokens], None] = lambda tokens: None,
+        account: Callable[[StepAccount], None] = lambda account: None,
     ) -> dict[str, float]:
         """See `TrainerBackend.train_step`. Only the leader's `interrupted` is considered."""
         tally = Tally()
@@ -134,13 +133,13 @@ class StepBackend(ABC, Generic[P]):
             ]
             old = self._old_logprobs(batch, epochs, tally, interrupted)
             for items in chain.from_iterable(epochs):
-                updated, noted = self._update(items, rate, old, tally, interrupted), tally.noted_ids()
+                updated, noted = self._update(items, rate, old, tally, interrupted), tally.noted_terms()
                 if updated:
                     terms.note(items, *noted)
-        for counts_N in (terms.computed_N, terms.masked_N):
-            self.ranks.total(counts_N)
+        for values_N in terms.of_rank:
+            self.ranks.total(values_N)
         if self.ranks.leads:
-            account(step_tokens(groups, batch, terms, self.settings))
+            account(StepAccount(step_tokens(groups, batch, terms, self.settings), terms.differences(batch)))
         tally.classes.clear()
         first, *others = self.ranks.gather(tally)
         for other in others:

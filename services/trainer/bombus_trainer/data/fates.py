@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,11 +17,18 @@ from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.settings import TrainerSettings
 
 
+class StepAccount(NamedTuple):
+    """What became of the tokens of a batch, and their `StepDifferences` by episode."""
+
+    tokens: StepTokens
+    differences: dict[str, bytes]
+
+
 class TrainedTerms:
     """The terms [N] of a batch: how many updates included each, how often it was computed in them, how many masked it,
-    and its weight in the first update.
+    its weight in the first update, and by how much its logprob before that update differs from the sampler's.
 
-    Each rank knows only its own micro-batches, so `computed_N` and `masked_N` must be summed over the ranks.
+    Each rank knows only its own micro-batches, so those in `of_rank` must be summed over the ranks.
     """
 
     def __init__(self, batch: PreparedBatch) -> None:
@@ -28,16 +36,29 @@ class TrainedTerms:
         self.computed_N: Floats = np.zeros(batch.terms, dtype=np.float32)
         self.masked_N: Floats = np.zeros(batch.terms, dtype=np.float32)
         self.weights_N: Floats = np.zeros(batch.terms, dtype=np.float32)
+        self.differences_N: Floats = np.zeros(batch.terms, dtype=np.float32)
+        self.of_rank = (self.computed_N, self.masked_N, self.differences_N)
 
-    def note(self, items: Iterable[TrainingItem], computed_ids: Ints, masked_ids: Ints) -> None:
-        """Record an update made with these sequences. This rank computed the terms in `computed_ids`, of which those in
-        `masked_ids` have no surrogate."""
+    def note(self, items: Iterable[TrainingItem], computed_ids: Ints, differences: Floats, masked_ids: Ints) -> None:
+        """Record an update made with these sequences. This rank computed the terms in `computed_ids`, which have these
+        `differences`, and of which those in `masked_ids` have no surrogate."""
         for item in items:
             ids = item.terms.ids_N
             self.weights_N[ids] = np.where(self.updates_N[ids] > 0.0, self.weights_N[ids], item.terms.weights_N)
             self.updates_N[ids] += 1.0
+        is_first = self.updates_N[computed_ids] == 1.0
+        self.differences_N[computed_ids[is_first]] = differences[is_first]
         np.add.at(self.computed_N, computed_ids, 1.0)
         self.masked_N[masked_ids] += 1.0
+
+    def differences(self, batch: PreparedBatch) -> dict[str, bytes]:
+        """Return the differences by episode: see `StepDifferences`."""
+        values_N = np.where(self.computed_N > 0.0, self.differences_N, np.nan).astype("<f2")
+        found: dict[str, bytes] = {}
+        for entry in (entry for group in batch.groups for entry in group.sequences):
+            own = slice(entry.first_id, entry.first_id + int(entry.sequence.loss_mask_T.sum()))
+            found[entry.sequence.episode] = found.get(entry.sequence.episode, b"") + values_N[own].tobytes()
+        return found
 
 
 def step_tokens(

@@ -36,9 +36,10 @@ def body(transcript: EpisodeTranscript) -> str:
     """
     largest = max((abs(turn.advantage) for turn in transcript.turns if turn.advantage is not None), default=0.0)
     tokens = [token for turn in transcript.turns for reply in turn.replies for token in reply.tokens]
-    scales = TokenScales(largest, tuple(sorted({token.version for token in tokens if token.version >= 0})))
+    widest = max((abs(token.difference) for token in tokens if token.difference is not None), default=0.0)
+    scales = TokenScales(largest, widest, tuple(sorted({token.version for token in tokens if token.version >= 0})))
     parts = [
-        _head(transcript, scales.versions),
+        _head(transcript, scales),
         *(_turn(turn, scales) for turn in transcript.turns),
         *(f'<p class="note">{_text(note)}</p>' for note in (*transcript.lost, *transcript.notes)),
     ]
@@ -46,9 +47,11 @@ def body(transcript: EpisodeTranscript) -> str:
 
 
 class TokenScales(msgspec.Struct, frozen=True):
-    """What tokens are coloured relative to: the largest advantage of the episode, and its policy versions."""
+    """What tokens are coloured relative to: the largest advantage and difference of the episode, and its policy
+    versions."""
 
     advantage: float
+    difference: float
     versions: tuple[int, ...]
 
 
@@ -58,13 +61,15 @@ def _text(text: str) -> str:
     return escape(visible, quote=True)
 
 
-def _head(transcript: EpisodeTranscript, versions: Sequence[int]) -> str:
+def _head(transcript: EpisodeTranscript, scales: TokenScales) -> str:
     story = transcript.story
     rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts(story))
     lines = "".join(
         f"<dt>branch {number}</dt><dd>{' → '.join(_link(int(turn)) for turn in line.split(' -> '))}</dd>"
         for number, line in enumerate(branch_lines(transcript), 1)
     )
+    why = transcript.no_differences
+    unknown, because = (" disabled", f" ({_text(why)})") if why else ("", "")
     return f"""<header>
 <h1>episode {_text(story.id)}</h1>
 <p class="became">{_text(outcome(story))}</p>
@@ -72,8 +77,9 @@ def _head(transcript: EpisodeTranscript, versions: Sequence[int]) -> str:
 <fieldset>
 <legend>tokens coloured by</legend>
 <label><input type="radio" name="by" id="by-logprob" checked> how unlikely they were</label>
+<label><input type="radio" name="by" id="by-difference"{unknown}> sampler and trainer differ{because}</label>
 <label><input type="radio" name="by" id="by-advantage"> advantage</label>
-<label><input type="radio" name="by" id="by-version"> policy version{_range_of(versions)}</label>
+<label><input type="radio" name="by" id="by-version"> policy version{_range_of(scales.versions)}</label>
 <label><input type="radio" name="by" id="by-mask"> whether they are trained on</label>
 <span class="key"><span class="t m">not trained</span> · point at a token for its figures</span>
 </fieldset>
@@ -157,12 +163,14 @@ def _reply(reply: TurnReply, turn: Turn, scales: TokenScales) -> str:
 def _token(token: Token, advantage: float | None, scales: TokenScales) -> str:
     """Return a token as a `<span>`.
 
-    `--u` is how unlikely the token was, `--a` its advantage relative to the largest in the episode, and `--v` the place
-    of its version among those in the episode, each from 0 to 1.
+    `--u` is how unlikely the token was, `--a` and `--d` are its advantage and difference relative to the largest in the
+    episode, and `--v` is the place of its version among those in the episode, each from 0 to 1.
     """
     mine = advantage if token.trained else None
     version = token.version if token.version >= 0 else "-"
     figures = [f"token {token.id}", f"logprob {token.logprob:.4f} (p {exp(min(token.logprob, 0.0)):.3f})"]
+    if token.difference is not None:
+        figures.append(f"trainer's logprob {token.logprob + token.difference:.4f} ({token.difference:+.4f})")
     figures.append(f"version {version}")
     figures.append("not trained" if not token.trained else "trained" if mine is None else f"advantage {mine:+.4f}")
     share = abs(mine) / scales.advantage if mine is not None and scales.advantage else 0.0
@@ -170,6 +178,8 @@ def _token(token: Token, advantage: float | None, scales: TokenScales) -> str:
     kind = f"t {_sign(mine)}" if token.trained else "t m"
     shown = _text(token.text).replace("\n", "↵\n") or "∅"
     style = f"--u:{1 - exp(min(token.logprob, 0.0)):.3f};--a:{share:.3f}"
+    if token.difference is not None and scales.difference:
+        style += f";--d:{abs(token.difference) / scales.difference:.3f}"
     if len(scales.versions) > 1:
         style += f";--v:{place / (len(scales.versions) - 1):.3f}"
     return f'<span class="{kind}" style="{style}" title="{escape(" · ".join(figures))}">{shown}</span>'

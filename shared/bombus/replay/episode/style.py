@@ -50,6 +50,7 @@ EPISODE = """
   b.down { color: rgb(var(--down)); }
   .note { color: var(--soft); }
 }
+.episode:has(#by-difference:checked) .t { background: rgba(var(--rare), calc(var(--d, 0) * .7)); }
 .episode:has(#by-advantage:checked) .t { background: none; }
 .episode:has(#by-advantage:checked) .t.up { background: rgba(var(--up), calc(.08 + var(--a) * .5)); }
 .episode:has(#by-advantage:checked) .t.down { background: rgba(var(--down), calc(.08 + var(--a) * .5)); }

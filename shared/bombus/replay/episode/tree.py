@@ -9,6 +9,8 @@ from bombus.bus import BlobMissing
 from bombus.cli import NotInstalled
 from bombus.config.algorithms import Overlong
 from bombus.config.job import RunConfig
+from bombus.datums.differences import KEPT, StepDifferences, differences_of_calls, object_name
+from bombus.datums.reading import ancestors
 from bombus.errors import EngineFault, LogCorrupted
 from bombus.hive.decoding import decoded
 from bombus.hive.events import EpisodeType
@@ -18,18 +20,20 @@ from bombus.replay.episode.story import EpisodeStory
 from bombus.replay.providers import TokenText
 from bombus.replay.source import Source
 
+_step_differences = msgspec.msgpack.Decoder(StepDifferences)
 _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class Token(msgspec.Struct, frozen=True):
     """A sampled token. `logprob` is the one that the sampler reported. `trained` says that the loss has a term for the
-    token once its episode is in a batch."""
+    token once its episode is in a batch. `difference` is the trainer's logprob before the step minus the sampler's."""
 
     id: int
     text: str
     logprob: float
     version: int
     trained: bool
+    difference: float | None = None
 
 
 class TurnReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,12 +83,14 @@ class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
     """An episode with its turns.
 
     `lost` names the calls that cannot be read. `notes` say what else is not shown, and what the user can do about it.
+    `no_differences` says why no token has a `difference`.
     """
 
     story: EpisodeStory
     turns: tuple[Turn, ...]
     lost: tuple[str, ...]
     notes: tuple[str, ...]
+    no_differences: str = ""
 
     def branches(self) -> list[tuple[int, ...]]:
         """Return a path for each turn that no other turn extends: the numbers of the turns that lead to it, then its
@@ -123,12 +129,19 @@ async def read_transcript(source: Source, story: EpisodeStory, prompts: bool = F
         except LogCorrupted as error:
             lost.append(str(error))
     job = None if story.config is None else RunConfig.from_json(story.config.config)
-    decoder = _TurnDecoder(story, job, records, await _token_text(source, story, notes))
+    differences, unknown = await _differences(source, story, job)
+    decoder = _TurnDecoder(story, job, records, await _token_text(source, story, notes), differences)
     advantages = await _advantages(source, story, job, notes)
     turns = tuple(decoder.turn(ref, advantages.get(ref)) for ref in records)
     if prompts:
         turns = tuple(msgspec.structs.replace(turn, seen=decoder.seen(ref)) for turn, ref in zip(turns, records))
-    return EpisodeTranscript(story=story, turns=turns, lost=tuple(lost), notes=tuple(notes))
+    return EpisodeTranscript(
+        story=story,
+        turns=turns,
+        lost=tuple(lost),
+        notes=tuple(notes),
+        no_differences="" if differences else unknown,
+    )
 
 
 async def _token_text(source: Source, story: EpisodeStory, notes: list[str]) -> TokenText:
@@ -177,6 +190,31 @@ async def _advantages(
     return dict(zip(refs, next(mine, ())))
 
 
+async def _differences(
+    source: Source, story: EpisodeStory, job: RunConfig | None
+) -> tuple[dict[tuple[str, int], dict[int, float]], str]:
+    """Return `differences_of_calls` of an episode, or why they are not known."""
+    if story.group is None or job is None:
+        return {}, "no step has trained on this episode"
+    try:
+        found = decoded(_step_differences.decode, await source.blob(object_name(story.engine, story.step)))
+        if (found.run, found.step) != (story.run, story.step):
+            return {}, f"kept for the newest {KEPT} steps"
+        if story.id not in found.episodes:
+            return {}, f"step {story.step} left this episode out"
+        refs = next(member.calls for member in story.group.episodes if member.episode == story.id)
+        records = await source.records(refs)
+        context = [*await ancestors(source, records)]
+        if not _trains_auxiliary_calls(job):
+            context += [record for record in records if record.auxiliary_call]
+            records = [record for record in records if not record.auxiliary_call]
+        return differences_of_calls(found.episodes[story.id], records, context), "its group has no signal"
+    except BlobMissing:
+        return {}, f"those of step {story.step} are not stored"
+    except (LogCorrupted, msgspec.MsgspecError) as error:
+        return {}, str(error)
+
+
 class _TurnDecoder:
     """Decodes the records of an episode's calls into turns."""
 
@@ -186,10 +224,12 @@ class _TurnDecoder:
         job: RunConfig | None,
         records: Mapping[CallRef, CallRecord],
         token_text: TokenText,
+        differences: Mapping[tuple[str, int], Mapping[int, float]],
     ) -> None:
         self._story = story
         self._records = records
         self._token_text = token_text
+        self._differences = differences
         self._numbers = {ref.id: number for number, ref in enumerate(records, 1)}
         self._job = job
         self._masked = _is_masked(story, records, job)
@@ -213,7 +253,10 @@ class _TurnDecoder:
             prompt="".join(map(self._token_text, tail)),
             prompt_tokens=record.prompt_tokens,
             prompt_added=len(tail),
-            replies=tuple(self._reply(choice, not untrained, from_nothing) for choice in record.choices),
+            replies=tuple(
+                self._reply(choice, not untrained, from_nothing, self._differences.get((record.id, number), {}))
+                for number, choice in enumerate(record.choices)
+            ),
             sampling=record.sampling,
             began_s=max(0, timings.received_ns - self._story.claimed_ns) / 1e9,
             seconds=max(0, timings.finished_ns - timings.received_ns) / 1e9,
@@ -257,14 +300,21 @@ class _TurnDecoder:
             return "a call of its episode was cut at the job's limit, and the job masks such episodes"
         return ""
 
-    def _reply(self, choice: Choice, trained: bool, from_nothing: bool) -> TurnReply:
+    def _reply(self, choice: Choice, trained: bool, from_nothing: bool, differences: Mapping[int, float]) -> TurnReply:
         ids, logprobs = choice.token_ids(), unpack_logprobs(choice.logprobs)
         versions = [-1] * len(ids)
         for span in choice.spans:
             versions[span.start : span.end] = [span.version] * (span.end - span.start)
         tokens = tuple(
             # The first token after an empty prompt has no context from which it could be predicted.
-            Token(token, self._token_text(token), logprob, version, trained and not (from_nothing and index == 0))
+            Token(
+                token,
+                self._token_text(token),
+                logprob,
+                version,
+                trained and not (from_nothing and index == 0),
+                differences.get(index),
+            )
             for index, (token, logprob, version) in enumerate(zip(ids, logprobs, versions))
         )
         return TurnReply(tokens=tokens, finish=str(choice.finish), message=choice.message)

@@ -15,7 +15,7 @@ from bombus_trainer.algorithms.losses import PolicyLoss, token_ratio
 from bombus_trainer.backends.torch.model import ScoredTerms
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.packing import Bin
-from bombus_trainer.data.sequences import Flags, Ints
+from bombus_trainer.data.sequences import Flags, Floats, Ints
 
 LEFT_OUT = "updates_left_out"
 
@@ -33,6 +33,7 @@ class Tally:
         self._left_out = 0
         self._computed_ids: list[Ints] = []
         self._masked_ids: list[Ints] = []
+        self._differences: list[Floats] = []
         self._tokens = [0, 0, 0]  # computed, without sharing, with padding
         self._sequences = 0
         self._bins = 0
@@ -66,6 +67,7 @@ class Tally:
         """Count N tokens, the terms `ids_N` of the batch. `sampler_N` is NaN where the sampler's logprob is unknown."""
         self._computed_ids.append(ids_N)
         self._masked_ids.append(ids_N[loss.masked_N.cpu().numpy()])
+        self._differences.append((old_N - sampler_N).float().cpu().numpy())
         known_N = ~sampler_N.isnan()
         of_old, of_sampler = old_N[known_N], sampler_N[known_N]
         kl_N = kl_k3(of_sampler, of_old)
@@ -93,13 +95,15 @@ class Tally:
             if len(values_N):
                 self._maxima[name] = max(self._maxima.get(name, 0.0), float(values_N.max()))
 
-    def noted_ids(self) -> tuple[Ints, Ints]:
-        """Return which terms of the batch were counted since the last call, and which of them were masked."""
+    def noted_terms(self) -> tuple[Ints, Floats, Ints]:
+        """Return which terms of the batch were counted since the last call, by how much their logprob under the old
+        policy differs from the sampler's, and which of them were masked."""
         none = np.zeros(0, dtype=np.int64)
         computed, masked = (np.concatenate([none, *noted]) for noted in (self._computed_ids, self._masked_ids))
-        self._computed_ids.clear()
-        self._masked_ids.clear()
-        return computed, masked
+        differences = np.concatenate([np.zeros(0, dtype=np.float32), *self._differences])
+        for noted in (self._computed_ids, self._masked_ids, self._differences):
+            noted.clear()
+        return computed, differences, masked
 
     def note_update(self, loss: float, norm: float) -> None:
         """Count an update. If its loss or norm is not finite, the update was skipped, and does not enter the means."""
