@@ -1,20 +1,27 @@
 """The page in a real browser: Chromium, driven from outside."""
 
+import gzip
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from bombus.commands.web import SEEN_AT
+from bombus.datums.differences import StepDifferences, object_name
 from bombus.hive import events as ev
 from bombus.hive.events import Event
+from bombus.replay.archive import BlobFrame, pack
 from tests.insight.long_log import story_events, write_archive
+from tests.logs.facts import TINY
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
@@ -58,7 +65,14 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     events = [hostile(event) for event in story_events(STEPS)]
     last = max(n for n, event in enumerate(events) if isinstance(event, ev.EpisodeClaimed))
     write_archive(path, events[: last + 1])  # so that an episode is open
-    command = [sys.executable, "-m", "bombus", "web", "--log", str(path), "--port", "0"]
+    with served(path) as address:
+        yield address
+
+
+@contextmanager
+def served(log: Path) -> Iterator[str]:
+    """Serve the pages of a log, and yield their address."""
+    command = [sys.executable, "-m", "bombus", "web", "--log", str(log), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -267,3 +281,131 @@ def test_more_tabs_than_a_browser_has_connections_can_be_open_since_hidden_ones_
         page.wait_for_selector("#episode")
         page.evaluate(f"{hide} document.dispatchEvent(new Event('visibilitychange'))")
     context.close()
+
+
+# ---- a run with calls -----------------------------------------------------------------------------------------------
+
+BRANCHED = "main-1-5"  # an episode of step 1 with three calls in two branches
+TRAINED = 15  # tokens of it
+DIFFERENCE = 0.25  # of its first token, and the largest
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve a recorded run of a real model, to which the differences of an episode were added."""
+    values = struct.pack(f"<{TRAINED}e", DIFFERENCE, *[-DIFFERENCE / 2] * (TRAINED - 1))
+    made = msgspec.msgpack.encode(StepDifferences(run=1, step=1, episodes={BRANCHED: values}))
+    frames, last, end = gzip.decompress(TINY.read_bytes()), 0, 0
+    while end < len(frames):  # each has its length before it
+        last, end = end, end + 4 + int.from_bytes(frames[end : end + 4], "little")
+    log = tmp_path_factory.mktemp("played") / "run.bombuslog"
+    log.write_bytes(gzip.compress(frames[:last] + pack(BlobFrame(object_name("main", 1), made)) + frames[last:]))
+    with served(log) as address:
+        yield address
+
+
+@pytest.fixture
+def pages(browser: Any, played: str) -> Iterator[Opened]:
+    opened = Opened(browser, played)
+    yield opened
+    opened.page.close()
+    assert opened.faults == []
+
+
+def background(page: Any, token: int) -> str:
+    colour: str = page.evaluate(f"getComputedStyle(document.querySelectorAll('.tokens .t')[{token}]).backgroundColor")
+    return colour
+
+
+def test_the_filters_of_a_step_choose_groups_and_episodes(pages: Opened) -> None:
+    page = pages.go("/run/main-1/step/1")
+    rows, cells = page.locator("#groups tbody tr"), page.locator("#groups .cell")
+    tasks = rows.locator("th").all_inner_texts()
+    assert len(tasks) == 2
+    highest = max(float(text) for text in cells.all_inner_texts())
+    page.get_by_label("Task contains").fill(tasks[1])
+    page.get_by_label("Task contains").press("Enter")
+    page.wait_for_url("**task=**")
+    expect(rows.locator("th")).to_have_text([tasks[1]])
+    page.get_by_label("Task contains").fill("")
+    page.get_by_label("Reward from").fill(str(highest))
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_url("**task=&low=*")
+    assert {float(text) for text in page.locator("#groups .cell:not(.dim)").all_inner_texts()} == {highest}
+    page.get_by_label("Reward from").fill("9")
+    page.get_by_label("Reward from").press("Enter")
+    expect(rows).to_have_text(["No group matches."])
+    page.get_by_label("Reward from").fill("")
+    page.get_by_label("Order").select_option("worst")
+    page.wait_for_url("**sort=worst**")
+    means = [float(text) for text in rows.locator("td:nth-of-type(1)").all_inner_texts()]
+    assert means == sorted(means)
+    page.get_by_role("link", name="step 2 →").press("Enter")
+    page.wait_for_url("**/step/2?sort=worst")
+    assert page.get_by_label("Order").input_value() == "worst"
+
+
+def test_a_cell_leads_to_its_episode_by_keyboard_and_back_to_its_step_and_run(pages: Opened) -> None:
+    page = pages.go("/run/main-1/step/1")
+    page.locator("#groups").focus()
+    page.keyboard.press("Tab")
+    name = page.evaluate("document.activeElement.title.split(':')[0]")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/episode/{name}")
+    page.get_by_role("link", name="step 1").press("Enter")
+    page.wait_for_url("**/run/main-1/step/1")
+    page.get_by_role("link", name="Run main-1").press("Enter")
+    page.wait_for_url("**/run/main-1")
+
+
+def test_a_bar_of_a_real_run_shows_the_episodes_of_its_range(pages: Opened) -> None:
+    page = pages.go("/run/main-1?step=1")
+    page.wait_for_selector("#rewards svg")
+    page.locator("#rewards svg .mark-rect path").last.click()
+    page.wait_for_url("**/run/main-1/step/1?low=*")
+    low, high = (float(page.get_by_label(label, exact=True).input_value()) for label in ("Reward from", "to"))
+    lit = [float(text) for text in page.locator("#groups .cell:not(.dim)").all_inner_texts()]
+    assert lit
+    assert all(low <= reward <= high for reward in lit)
+    assert all(not low <= float(text) <= high for text in page.locator("#groups .cell.dim").all_inner_texts())
+
+
+def test_tokens_are_coloured_by_each_of_their_figures_by_keyboard(pages: Opened) -> None:
+    page = pages.go(f"/episode/{BRANCHED}")
+    seen = {"by-logprob": background(page, 0)}
+    page.locator("#by-logprob").focus()
+    for each in ("by-difference", "by-advantage", "by-version", "by-mask"):
+        page.keyboard.press("ArrowDown")
+        assert page.evaluate("document.activeElement.id") == each
+        seen[each] = background(page, 0)
+        if each == "by-difference":
+            assert background(page, 1) != seen[each]
+    assert len(set(seen.values())) == len(seen)
+    assert f"({DIFFERENCE:+.4f})" in page.locator(".tokens .t").first.get_attribute("title")
+    page = pages.go("/episode/main-1-3")
+    expect(page.locator("#by-difference")).to_be_disabled()
+    assert "left this episode out" in page.locator("fieldset").inner_text()
+
+
+def test_branches_lead_to_their_calls(pages: Opened) -> None:
+    page = pages.go(f"/episode/{BRANCHED}")
+    branches = page.locator("dt", has_text="branch")
+    assert branches.all_inner_texts() == ["branch 1", "branch 2"]
+    page.locator("header dl a").last.press("Enter")
+    assert page.evaluate("document.querySelector(':target').matches('section')")
+
+
+def test_an_episode_is_replayed_in_the_time_that_it_took(pages: Opened) -> None:
+    page = pages.go(f"/episode/{BRANCHED}")
+    calls, replies = page.locator("section[data-began]:visible"), page.locator(".reply:visible")
+    expect(calls).to_have_count(3)
+    page.locator("#second").focus()
+    page.keyboard.press("Home")
+    expect(replies).to_have_count(0)
+    page.locator("#second").fill(page.locator("section[data-began]").nth(1).get_attribute("data-began"))
+    expect(calls).to_have_count(2)
+    expect(replies).to_have_count(1)
+    page.get_by_label("Speed").select_option("16")
+    page.get_by_role("button", name="Replay").press("Enter")
+    expect(replies).to_have_count(3)
+    expect(page.locator("#play")).to_have_attribute("aria-pressed", "false")

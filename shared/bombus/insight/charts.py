@@ -76,7 +76,9 @@ CHARTS = (
     Chart("length", "Length", "completion tokens", ("length/mean",), "of an episode, ± one std"),
     Chart("truncated", "Truncated episodes", "share of episodes", ("length/truncated_share",), "used up a budget"),
     Chart("turns", "Turns and tool calls", "per episode", ("turns/mean", "reported/tool_*"), "and failures of tools"),
-    Chart("errors", "Aborted episodes", "episodes", ("aborted/*", "episodes/failed_with_reward"), "by kind of failure"),
+    Chart(
+        "errors", "Failed episodes", "episodes", ("aborted/*", "used_up/*", "episodes/failed_with_reward"), "by cause"
+    ),
     Chart("time", "Where the time goes", "seconds per step", ("time/*_s",), "collecting and training, and their parts"),
     Chart("throughput", "Throughput", "tokens/s", ("tokens/sampled_per_s",), "sampled while a batch was collected"),
     Chart("queue", "Open episodes", "episodes", ("queue/open_episodes",), "when the batch was sealed"),
@@ -148,15 +150,17 @@ def spec(
 
     Points may have a `run`: then each run has a colour, and its figures differ in their dashes.
     """
-    x = {"field": "x", "type": "quantitative", "title": "policy version" if chart.by_version else AXES[axis]}
-    y = {"type": "quantitative", "scale": {"zero": False}}
+    number: Spec = {"type": "quantitative", "scale": {"zero": False}}
+    x: Spec = {**number, "field": "x", "title": "policy version" if chart.by_version else AXES[axis]}
+    x["axis"] = {"tickMinStep": 0 if axis in ("minutes", "tokens") else 1}
+    y: Spec = {**number, "axis": {"format": ".6~g"}}
     compared = any("run" in each for each in values)
     colour = {"field": "run" if compared else "figure", "type": "nominal", "title": None}
     style: dict[str, Any] = {"color": colour, "detail": {"field": "figure", "type": "nominal"}}
     dashes = {"strokeDash": {"field": "figure", "type": "nominal", "title": None}} if compared else {}
     tips = [{"field": name, "type": "nominal"} for name in (("run", "figure") if compared else ("figure",))]
     tips += [{**x, "title": x["title"]}, {"field": "y", "type": "quantitative", "title": chart.unit, "format": ".5g"}]
-    line = {"type": "line", "point": {"size": 12} if len(values) < MARKED else False, "strokeWidth": 1.5}
+    line = {"type": "line", "point": {"size": 20} if len(values) < MARKED else False, "strokeWidth": 1.5}
     return {
         "$schema": SCHEMA,
         "description": f"{chart.title}: {chart.about}",

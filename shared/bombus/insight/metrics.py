@@ -81,6 +81,8 @@ def _of_collection(row: StepFigures) -> Iterator[tuple[str, float]]:
     yield "episodes/unusable", float(row.unusable)
     for kind, count in row.aborted.items():
         yield f"aborted/{kind or 'no reason given'}", float(count)
+    for kind, count in row.used_up.items():
+        yield f"used_up/{kind}", float(count)
     yield "time/collecting_s", row.collecting_s
     yield "time/training_s", row.training_s
     if row.median_s:

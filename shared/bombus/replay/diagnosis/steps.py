@@ -84,6 +84,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     metrics: dict[str, Spread] = {}
     failed: int = 0  # episodes with a reward although they failed
     truncated: int = 0  # episodes that used up a budget
+    used_up: Counter[str] = msgspec.field(default_factory=Counter)  # by budget: see `FailureKind`
     ended: int = 0
     open: int = 0  # episodes that were open when the batch was sealed
     sampled_tokens: int = 0  # of all calls that were recorded while the batch was collected
@@ -258,6 +259,8 @@ def _add_group(row: StepFigures, rewards: Sequence[float], members: Sequence[See
         row.tokens.add(outcome.completion_tokens)
         row.calls.add(member.calls)
         row.failed += outcome.completion_tokens == 0 or reported.get("agent_failed", 0.0) >= 0.5
+        if outcome.failure is not None:
+            row.used_up[outcome.failure] += 1
         row.truncated += outcome.failure is not None or reported.get("truncated", 0.0) >= 0.5
         if outcome.is_success is not None:
             row.successes.add(outcome.is_success)

@@ -52,7 +52,7 @@
       if (focused >= 0) region.querySelectorAll("a, summary, [tabindex]")[focused]?.focus({ preventScroll: true });
     }
     // The links of the page's frame name the position too.
-    for (const each of document.querySelectorAll("header a")) each.href = here(each.href, { at: at() });
+    for (const each of document.querySelectorAll("body > header a")) each.href = here(each.href, { at: at() });
     const now = fresh.getElementById("position");
     if (now && slider) {
       slider.max = now.max;
@@ -67,7 +67,8 @@
   const views = new Map(); // by the chart's key: its view, its specification, and its points
 
   async function embed(element, spec) {
-    const options = { ast: true, actions: false, renderer: "svg", logLevel: 1, tooltip: { theme: "custom" } };
+    const options = { ast: true, actions: false, renderer: "svg", logLevel: 1, tooltip: { theme: "custom" },
+      config: innerWidth < 500 ? { legend: { columns: 1 } } : {} };
     return (await vegaEmbed(element, { ...spec, autosize: { type: "fit-x", contains: "padding" } }, options)).view;
   }
 
