@@ -20,6 +20,8 @@ ATROPOS_PIP := $(ATROPOS_VENV)/bin/python -m pip install --quiet --disable-pip-v
 TRACKERS_VENV := .venv-trackers
 TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
 TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+DEPLOY_VENV := .venv-deploy
+DEPLOY_STAMP := $(DEPLOY_VENV)/.installed
 ENVIRONMENTS_VENV := .venv-environments
 ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
 ENVIRONMENTS_PIP := $(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -187,8 +189,15 @@ test-harnesses: $(DEV_STAMP)  ## agent harnesses, unmodified, against a hive wit
 images:  ## an image of each service: docs/deploy.md (BASE=image of Debian, TORCH=cpu or cuda, TARGETS="gateway coordinator")
 	TORCH=$(if $(filter file,$(origin TORCH)),cpu,$(TORCH)) BASE=$(BASE) deploy/images.sh $(TARGETS)
 
-test-deploy: $(DEV_STAMP) images  ## a hive of these images trains a model, without a container engine
-	BOMBUS_IMAGES=.images $(BIN)/python -m pytest $(LONGER) tests/deploy
+# Some 700 MB in .venv-deploy: Kubernetes' schemas, Compose and SkyPilot, of the versions in tests/deploy/requirements.txt. Slurm is Debian's.
+$(DEPLOY_STAMP): tests/deploy/requirements.txt
+	$(PYTHON) -m venv $(DEPLOY_VENV)
+	$(DEPLOY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/deploy/requirements.txt
+	touch $(DEPLOY_STAMP)
+
+test-deploy: $(DEV_STAMP) $(DEPLOY_STAMP) images  ## a hive of these images, manifests before Kubernetes, Compose and SkyPilot, and a hive under a real Slurm (root)
+	command -v slurmctld >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge
+	BOMBUS_IMAGES=.images BOMBUS_DEPLOY=$(abspath $(DEPLOY_VENV)/bin) $(BIN)/python -m pytest $(LONGER) tests/deploy
 
 check: $(DEV_STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -17,8 +17,22 @@ PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("bench/*.md"
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-WITH_SUBCOMMANDS = {"replay", "log", "env"}
-INSTALLED = {"git", "cd", "cp", "pip", "curl", "torchrun", "docker"}  # commands that are not ours
+WITH_SUBCOMMANDS = {"replay", "log", "env", "deploy"}
+INSTALLED = {
+    "git",
+    "cd",
+    "cp",
+    "pip",
+    "curl",
+    "torchrun",
+    "docker",
+    "kubectl",
+    "sbatch",
+    "sky",
+    "ssh",
+    "tail",
+    "export",
+}  # not ours
 
 
 def name_of(page: Path) -> str:

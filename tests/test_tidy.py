@@ -96,7 +96,7 @@ WINGS = {
         "terminal",
     },
     "clients": {"curriculum", "demo", "environments", "rollout", "sdk", "slime", "tasks"},
-    "operators": {"commands", "export", "host", "insight", "replay", "runs"},
+    "operators": {"commands", "deploy", "export", "host", "insight", "replay", "runs"},
 }
 # What services import of the other wings, and why.
 OTHER_WINGS = {
@@ -294,6 +294,7 @@ def test_no_backend_of_a_replica_imports_another() -> None:
 TABLES_THAT_NAME_SERVICES = {
     "cli.py": "the commands",
     "config/cluster.py": "the sentence that names the launcher",
+    "deploy/kubernetes.py": "the metric by which gateways are scaled",
     "host/layout.py": "the command line of a trainer's ranks",
     "host/doctor_model.py": "the checks of a model, which are the services' own",
     "host/installing.py": "the check of a new environment",

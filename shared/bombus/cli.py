@@ -36,6 +36,10 @@ ENV = {
     "validate": Command("bombus.commands.validate", "check a class before training on it", "yaml"),
     "serve": Command("bombus.environments.serving.command", "serve a class to remote agents", "environments-server"),
 }
+DEPLOY = {
+    "render": Command("bombus.commands.deploy", "write the manifests of a cluster file for other hosts", "yaml"),
+    "start": Command("bombus.commands.deploy_start", "start the jobs of a cluster file on a running hive", "gateway"),
+}
 REPLAY = {
     "timeline": Command("bombus.replay.timeline", "what happened, one line for each event", "server"),
     "episodes": Command("bombus.replay.episodes", "the ended episodes, sorted by their rewards", "server"),
@@ -59,6 +63,7 @@ COMMANDS = {
     "env": Command("", "check or serve environments for agents", "yaml", ENV),
     "run-api": Command("bombus.commands.atropos.run_api", "serve Atropos's trajectory API on port 8000", "all"),
     "atropos": Command("bombus.commands.atropos.settings", "print the settings to use a hive in Atropos", "yaml"),
+    "deploy": Command("", "render Compose, Kubernetes, Slurm and SkyPilot manifests", "yaml", DEPLOY),
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
     "init": Command("bombus.commands.init", "make the credentials of a hive on several machines", "server"),
     "install": Command("bombus.commands.install", "create an environment for vllm or verl", "yaml"),

@@ -19,6 +19,7 @@ from types import TracebackType
 from bombus.terminal import escaped, json_escaped
 
 FIELDS = ("hive", "engine", "run", "episode", "call", "step", "version", "replica", "client", "epoch", "trace")
+FORMAT_VARIABLE = "BOMBUS_LOG"
 INDENT = "    "
 _PLAIN = re.compile(r'[^\s"=]+')
 _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
@@ -90,7 +91,7 @@ def _quoted(value: object) -> str:
 def configure(service: str, level: str = "info", **constants: str) -> None:
     """Send this process's logs to stderr. `constants` (such as `hive`) are added to every line."""
     handler = logging.StreamHandler(sys.stderr)
-    as_json = os.environ.get("BOMBUS_LOG", "") == "json"
+    as_json = os.environ.get(FORMAT_VARIABLE, "") == "json"
     handler.setFormatter(JsonFormatter() if as_json else LineFormatter(colour=sys.stderr.isatty()))
     handler.addFilter(_Context(service, constants))
     root = logging.getLogger()

@@ -15,7 +15,7 @@ from bombus.config import agentjet, cluster, xorl
 from bombus.config.agentjet import AJET_KEYS
 from bombus.config.groups import allowed
 from bombus.config.job import GROUPS, RunConfig
-from bombus.config.parts import CoordinatorPart, GatewayPart, InferencePart, TrainerPart, WebPart
+from bombus.config.parts import CoordinatorPart, DeployPart, GatewayPart, InferencePart, TrainerPart, WebPart
 from bombus.config.streams import StreamLimits
 from bombus.sdk.job import KEYWORDS
 
@@ -173,6 +173,7 @@ def cluster_parts() -> Iterator[tuple[str, type[BaseModel]]]:
     yield "gateway", GatewayPart
     yield "coordinator", CoordinatorPart
     yield "web", WebPart
+    yield "deploy", DeployPart
     yield "streams", StreamLimits
     yield "engines.NAME", cluster.EnginePart
     yield "engines.NAME.trainer", TrainerPart

@@ -57,21 +57,25 @@ class EmbeddedServer:
     the server takes a free port and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the
     server takes three quarters of the free disk space. All methods block: from asyncio, call them in a thread.
 
+    It listens on loopback or, if `host_name` gives the name by which other machines reach this one, at every address.
+
     With `power`, which needs Linux, clients' acknowledgements wait until this process has synced the server's files, by
     calling `sync` for each file. After a failure, which `sync_failure` explains, nothing is acknowledged any more.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is independent of the others
         self,
         data_dir: Path,
         port: int = 0,
         *,
+        host_name: str = "",
         store_bytes_max: int | None = None,
         power: bool = False,
         sync: Sync = os.fsync,
     ) -> None:
         self.data_dir = data_dir.resolve()
         self.port = port
+        self._host_name = host_name
         self.log_path = self.data_dir / "nats-server.log"
         self._power = power
         self._sync = sync
@@ -89,7 +93,7 @@ class EmbeddedServer:
     def url(self) -> str:
         if self.port == 0:
             raise RuntimeError("the server has no port before it is started")
-        return f"nats://{USER}:{self._password}@{HOST}:{self.port}"
+        return f"nats://{USER}:{self._password}@{self._host_name or HOST}:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -237,7 +241,7 @@ class EmbeddedServer:
     def _config(self) -> str:
         store = f"  max_file_store: {self._store_bytes_max}\n" if self._store_bytes_max is not None else ""
         return f"""# Written by bombus at each start.
-host: "{HOST}"
+host: "{"0.0.0.0" if self._host_name else HOST}"
 port: {self.port or -1}
 server_name: {self._name}
 authorization {{ user: {USER}, password: "{self._password}" }}

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bombus.bus_address import VARIABLE, BusUser
-from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile, validated_cluster
+from bombus.config.cluster import (
+    BUS_OF_ENVIRONMENT,
+    Cluster,
+    Jobs,
+    is_cluster,
+    parse_cluster,
+    reconcile,
+    validated_cluster,
+)
 from bombus.config.documents import Tree, no_effect, parse_job, read_job_file
 from bombus.config.flags import Flag, check_range, name_of
 from bombus.config.overrides import STREAM_FLAGS, Overrides, add_overrides, flag_of, typed_overrides
@@ -60,6 +68,7 @@ PROCESS_FLAGS: Overrides = {
     "gateway.count": Flag(name="--gateways", help="how many gateways share the port"),
     "coordinator.count": Flag(name="--coordinators", help="how many coordinators, of which one leads"),
     "inference.count": Flag(name="--replicas", help="how many inference replicas for each engine"),
+    "inference.host": Flag(name="--replica-host", help="where replicas listen", default="the file's, or 127.0.0.1"),
     "trainer.backend": Flag(name="--trainer-backend", help="what trains each engine"),
     "trainer.processes": Flag(name="--trainer-processes", help="how many trainer processes for each engine"),
     "trainer.device": DEVICE,
@@ -98,6 +107,16 @@ def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
     _choose_engines(plain["engines"], arguments.engine)
     jobs = {name: job for name, job in jobs.items() if name in plain["engines"]}
     cluster, jobs = reconcile(validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS)), jobs)
+    check_placement(cluster)
+    return cluster, jobs
+
+
+def cluster_in(path: Path) -> tuple[Cluster, Jobs]:
+    """Return the cluster in a cluster file, and its jobs. Raises `Refused(BAD_CONFIG)`."""
+    plain, jobs = document(path, [], {})
+    if not plain["engines"]:
+        raise Refused(Code.BAD_CONFIG, f"{path} is a job: write a cluster file that has it below engines.main.job")
+    cluster, jobs = reconcile(validated_cluster({**plain, **_bus_of_environment(plain)}), jobs)
     check_placement(cluster)
     return cluster, jobs
 
@@ -156,7 +175,8 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     """Return the document, overridden by the flags."""
     typed = typed_overrides(arguments, FLAGS)
     engines = plain["engines"].items()
-    whole = {**plain, "hive": plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main"), **typed[""]}
+    hive = plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main")
+    whole = {**plain, **_bus_of_environment(plain), "hive": hive, **typed[""]}
     if whole.get("credentials"):
         own = read_environment(Path(whole["credentials"]), whole["hive"], BusUser.OPERATOR)
         whole["nats"] = own[VARIABLE]
@@ -169,13 +189,24 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     }
 
 
+def _bus_of_environment(plain: Tree) -> Tree:
+    """Return the address of the bus, if the file says that it is in the environment."""
+    if plain.get("nats") != BUS_OF_ENVIRONMENT:
+        return {}
+    if not os.environ.get(VARIABLE):
+        raise Refused(Code.BAD_CONFIG, f"nats is {BUS_OF_ENVIRONMENT}, but the variable is not set")
+    return {"nats": os.environ[VARIABLE]}
+
+
 def _engine_with_flags(name: str, part: Tree, trainer: Tree, replica: Tree) -> Tree:
     kinds = list(part.get("inference", ()))
     if "count" in replica and len(kinds) != 1:
         raise Refused(
             Code.BAD_CONFIG, f"--replicas does not apply to engine {name}: its file has {len(kinds)} kinds of replicas"
         )
-    elsewhere = {key: value for key, value in replica.items() if key == "count"}  # for a server that we do not start
+    elsewhere = {
+        key: value for key, value in replica.items() if key in ("count", "host")
+    }  # for a server that we do not start
     kinds = [put_over(kind, elsewhere if kind.get("backend") == "openai" else replica) for kind in kinds]
     changed = {**part, "inference": kinds}
     if part.get("trainer") is not None:

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the port of our own NATS server; 0: any free port (default: %(default)s)",
     )
     parser.add_argument(
+        "--nats-host",
+        metavar="NAME",
+        default="",
+        help="the name of this machine, at which services on other machines reach our own NATS server (default: only "
+        "this machine reaches it)",
+    )
+    parser.add_argument(
         "--debug-root",
         type=Path,
         metavar="DIR",
@@ -60,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         cluster=cluster,
         jobs=jobs,
         nats_port=arguments.nats_port,
+        nats_host=arguments.nats_host,
         debug_root=arguments.debug_root,
         log_level=arguments.log_level,
         keys=keys_of(),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from bombus.bus_address import VARIABLE
 from bombus.config import xorl
 from bombus.config.documents import BLOCKS, RunConfig, Tree, parse_job, read_job_file
 from bombus.config.flags import Flag, typed
@@ -17,6 +18,7 @@ from bombus.config.groups import allowed, bad_config, nearest, shown
 from bombus.config.parts import (
     PROCESSES_MAX,
     CoordinatorPart,
+    DeployPart,
     GatewayPart,
     InferencePart,
     MetricsOptions,
@@ -48,11 +50,11 @@ class EnginePart(Part):
 
 
 class Cluster(MetricsOptions, Part):
-    """A whole deployment. `nats` is the URL of an external NATS server or cluster; if it is empty, bombus starts its
-    own. `credentials` is the folder that [`bombus init`](security.md#logins-of-services) made: each process gets its
-    login from there, and `nats` is not needed. It and `data_dir` are relative to the working directory. What was
-    acknowledged survives the end of any process (`durability: process`), or a power cut too (`power`): then data is
-    synced to the disk before it is acknowledged.
+    """A whole deployment. `nats` is the URL of an external NATS server or cluster, or `$BOMBUS_NATS`, which stands for
+    the value of that variable; if it is empty, bombus starts its own server. `credentials` is the folder that [`bombus
+    init`](security.md#logins-of-services) made: each process gets its login from there, and `nats` is not needed. It and
+    `data_dir` are relative to the working directory. What was acknowledged survives the end of any process
+    (`durability: process`), or a power cut too (`power`): then data is synced to the disk before it is acknowledged.
 
     With `metrics_port`, the first coordinator serves [metrics](metrics.md) at that port of `metrics_host`. Each further
     process without a port of its own takes the next one: other coordinators, trainers, gateways that share a port."""
@@ -69,6 +71,7 @@ class Cluster(MetricsOptions, Part):
     coordinator: CoordinatorPart = CoordinatorPart()
     web: WebPart = WebPart()
     streams: StreamLimits = StreamLimits()
+    deploy: DeployPart = DeployPart()
     engines: dict[str, EnginePart] = Field(min_length=1, max_length=PROCESSES_MAX)
 
     @model_validator(mode="after")
@@ -99,6 +102,7 @@ class Cluster(MetricsOptions, Part):
 
 
 Jobs = dict[str, RunConfig]  # by engine name
+BUS_OF_ENVIRONMENT = f"${VARIABLE}"  # as `nats`, the address is in this variable, since a password is not for a file
 OLD_BACKEND = "engine"  # the former name of `inference[].backend`, still accepted
 _ONE_MACHINE: Mapping[str, int] = MappingProxyType({})
 

@@ -163,6 +163,27 @@ class CoordinatorPart(LogOptions):
     count: Count = 1
 
 
+class DeployPart(Part):
+    """What [`bombus deploy render`](deploy.md) needs to know of a cluster, beyond what runs. `image` is the name of our
+    images, in which `{target}` and `{version}` are replaced. `nodes` are for Slurm and SkyPilot: the first has all but
+    the replicas, which the others share. Kubernetes adds gateways, up to `gateways_max`, while each has more than
+    `gateway_calls` calls in flight. `data_size` is the size of the volume for checkpoints and weights, and
+    `accelerator` is what SkyPilot calls the GPUs.
+    """
+
+    image: str = Field(default="bombus-{target}:{version}", pattern=r"^[A-Za-z0-9_./:@{}-]+$", max_length=512)
+    nats_image: str = Field(
+        default="docker.io/library/nats:2.15.1-alpine", pattern=r"^[A-Za-z0-9_./:@-]+$", max_length=512
+    )
+    nodes: int = Field(default=1, ge=1, le=PROCESSES_MAX)
+    gateways_max: int = Field(default=8, ge=1, le=1000)
+    gateway_calls: int = Field(default=256, ge=1, le=100_000)
+    data_size: str = Field(default="100Gi", pattern=r"^[1-9][0-9]*[GT]i$", description="a size, such as 100Gi")
+    accelerator: str = Field(
+        default="H100", pattern=r"^[A-Za-z0-9_-]+$", max_length=64, description="a name, such as H100"
+    )
+
+
 class PlacedPart(Part):
     """A part that runs on the CPU or on GPUs. It runs on the CPU if neither `devices` nor `device` is given."""
 
@@ -263,7 +284,7 @@ _NOT_FOR_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv
 
 class InferencePart(PlacedPart):
     """Replicas of one kind, which serve the engine in whose section they are listed. `backend` is the software that
-    runs them.
+    runs them. Gateways on other machines reach replicas only with a `host` beyond loopback, such as 0.0.0.0.
 
     `url`, `model` and `api_key_env` are for the backend openai; `tensor_parallel`, `eager` (no compilation), `python`
     (an interpreter with your own vLLM), `gpu_memory_utilization`, `max_loras` and `max_lora_rank` are for the backend
@@ -281,6 +302,7 @@ class InferencePart(PlacedPart):
 
     backend: Literal["torch", "vllm", "openai"] = "torch"
     count: Count = 1
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     threads: Threads = 0
     dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
         default="", description="one of float32, bfloat16, float16"

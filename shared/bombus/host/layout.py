@@ -41,6 +41,13 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
+# Torch's threads must not busy-wait for each other on the cores that trainer and replica share.
+UNLESS_SET = {"OMP_WAIT_POLICY": "PASSIVE"}
+FOR_EVERY_PROCESS = {
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +71,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster = ONE_ENGINE
     jobs: Jobs = {}
     nats_port: int = 0
+    nats_host: str = ""  # the name of this machine, if others may reach our own NATS server
     debug_root: Path | None = None  # folder below which jobs may let trainers write samples
     log_level: str = "info"
     keys: HiveKeys = HiveKeys()
@@ -179,7 +187,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
     found += [
         service("gateway", f"gateway{which}", *listening, more=keys) for which in _numbered(cluster.gateway.count)
     ]
-    if any(map(is_installed, TRACKERS)):
+    if any(map(is_installed, TRACKERS)) and cluster.coordinator.count:  # else the machine of the coordinators tracks
         tracking = {name: os.environ[name] for name in TRACKER_KEYS if name in os.environ}
         folder = str((layout.data_dir / "trackers").absolute())
         found.append(service("track", "track", "--follow", "--folder", folder, more=tracking))
@@ -199,13 +207,10 @@ def _environment(layout: Layout) -> dict[str, str]:
     replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
     kept_back = {*KEY_VARIABLES, *TRACKER_KEYS, *watchdog.VARIABLES, *(part.api_key_env for part in replicas)}
     return {
-        # Torch's threads must not busy-wait for each other on the cores that trainer and replica share.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **UNLESS_SET,
         **{name: value for name, value in os.environ.items() if name not in kept_back},
         PARENT_VARIABLE: str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        **FOR_EVERY_PROCESS,
     }
 
 
@@ -240,7 +245,7 @@ def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str, metrics:
 
 
 def _replica(part: InferencePart, engine: str) -> list[str]:
-    words = ["--engine", engine, *typed_flags(part, "max_model_len", "max_running", "backend")]
+    words = ["--engine", engine, *typed_flags(part, "host", "max_model_len", "max_running", "backend")]
     if part.backend == "openai":
         return words + typed_flags(part, "url", "model", "api_key_env")
     words += ["--device", part.device, "--threads", str(part.threads)]

