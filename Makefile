@@ -195,7 +195,7 @@ $(DEPLOY_STAMP): tests/deploy/requirements.txt
 	$(DEPLOY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/deploy/requirements.txt
 	touch $(DEPLOY_STAMP)
 
-test-deploy: $(DEV_STAMP) $(DEPLOY_STAMP) images  ## a hive of these images, manifests before Kubernetes, Compose and SkyPilot, and a hive under a real Slurm (root)
+test-deploy: $(DEV_STAMP) $(DEPLOY_STAMP) images  ## a hive of these images, manifests before Kubernetes, Compose and SkyPilot, and hives as Compose and a real Slurm start them (root)
 	command -v slurmctld >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge
 	BOMBUS_IMAGES=.images BOMBUS_DEPLOY=$(abspath $(DEPLOY_VENV)/bin) $(BIN)/python -m pytest $(LONGER) tests/deploy
 

@@ -7,7 +7,15 @@ import yaml
 from bombus.commands.deployment import cluster_in
 from bombus.config.cluster import Cluster, Jobs
 
-JOB = {"bombus": {"model": {"path": "tiny"}, "rollout": {"max_model_len": 256}, "trainer": {"lr": 1e-3}}}
+# That of tests/deploy/program.py.
+JOB = {
+    "bombus": {
+        "model": {"path": "tiny"},
+        "rollout": {"num_repeat": 8, "max_model_len": 2048},
+        "collection": {"batch_size": 4},
+        "trainer": {"lr": 3e-3},
+    }
+}
 SMALL = {"hive": "demo", "engines": {"main": {"job": JOB, "trainer": {"threads": 1}, "inference": [{"threads": 1}]}}}
 LARGE = {
     "hive": "large",

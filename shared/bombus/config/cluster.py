@@ -51,10 +51,11 @@ class EnginePart(Part):
 
 class Cluster(MetricsOptions, Part):
     """A whole deployment. `nats` is the URL of an external NATS server or cluster, or `$BOMBUS_NATS`, which stands for
-    the value of that variable; if it is empty, bombus starts its own server. `credentials` is the folder that [`bombus
-    init`](security.md#logins-of-services) made: each process gets its login from there, and `nats` is not needed. It and
-    `data_dir` are relative to the working directory. What was acknowledged survives the end of any process
-    (`durability: process`), or a power cut too (`power`): then data is synced to the disk before it is acknowledged.
+    the value of that variable; if it is empty, bombus starts its own server. `credentials` is the folder that
+    [`bombus init`](security.md#logins-of-services) made: each process gets its login from there, and `nats` is not
+    needed. It and `data_dir` are relative to the working directory. What was acknowledged survives the end of any
+    process (`durability: process`), or a power cut too (`power`): then data is synced to the disk before it is
+    acknowledged.
 
     With `metrics_port`, the first coordinator serves [metrics](metrics.md) at that port of `metrics_host`. Each further
     process without a port of its own takes the next one: other coordinators, trainers, gateways that share a port."""

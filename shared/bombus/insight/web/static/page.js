@@ -67,8 +67,8 @@
   const views = new Map(); // by the chart's key: its view, its specification, and its points
 
   async function embed(element, spec) {
-    const options = { ast: true, actions: false, renderer: "svg", logLevel: 1, tooltip: { theme: "custom" },
-      config: innerWidth < 500 ? { legend: { columns: 1 } } : {} };
+    const options = { ast: true, actions: false, renderer: "svg", logLevel: 1, tooltip: { theme: "custom" } };
+    if (innerWidth < 500) spec.config.legend.columns = 1;
     return (await vegaEmbed(element, { ...spec, autosize: { type: "fit-x", contains: "padding" } }, options)).view;
   }
 
