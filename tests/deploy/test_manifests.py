@@ -24,11 +24,10 @@ from bombus.deploy.containers import containers
 from bombus.deploy.nodes import gpus_of, nodes_of
 from bombus.errors import Refused
 from bombus.host.supervisor import STOP_S
-from bombus_coordinator.metrics import DECLARED as OF_COORDINATORS
-from bombus_gateway.metrics import DECLARED as OF_GATEWAYS
 from bombus_inference.cli import settings_of
 from bombus_trainer.options import add_options, options_of
 from tests.deploy.clusters import JOB, LARGE, SMALL, read
+from tests.metrics_page import documented
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = re.compile(r"\$\((\w+)\)|\$\{(\w+):\?[^}]*\}")
@@ -172,8 +171,9 @@ def test_gateways_are_scaled_by_a_metric_that_they_have(deployment: tuple[Cluste
         each for each in documents(kubernetes.render(*deployment)["gateway.yaml"]) if "Autoscaler" in each["kind"]
     ]
     ((metric,),) = [each["spec"]["metrics"] for each in scaled]
-    assert metric["pods"]["metric"]["name"] in OF_GATEWAYS
-    assert metric["pods"]["metric"]["name"] not in OF_COORDINATORS
+    exposed = {service: [name for name, *_ in metrics] for service, metrics in documented().items()}
+    assert metric["pods"]["metric"]["name"] in exposed["Gateways"]
+    assert metric["pods"]["metric"]["name"] not in exposed["Coordinators"]
 
 
 def test_probes_services_and_policies_name_ports_that_pods_have(deployment: tuple[Cluster, Jobs]) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from nats.errors import Error as NatsError
+
 from bombus import AsyncEnvPool, SwarmError, Task
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
@@ -107,8 +109,8 @@ async def _connected(url: str) -> Bus:
             if await bus.last(bus.subjects.events_stream) is not None:
                 return bus
             await bus.close()
-        except Exception:
-            pass
+        except (BombusError, NatsError, OSError, TimeoutError):
+            pass  # the servers elect a leader, and the coordinator makes the streams
         await asyncio.sleep(1.0)
 
 
