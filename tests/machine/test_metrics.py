@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import re
 
 import httpx
@@ -81,7 +82,7 @@ async def test_a_service_whose_port_is_taken_works_without_metrics_says_so_and_h
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
                 assert (await http.get("/metrics")).status_code == 401
     assert works
-    (message,) = caplog.messages
+    (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert re.search(r"no metrics: .*cannot listen at 127\.0\.0\.1.*another --metrics-port", message)
 
 
