@@ -86,9 +86,7 @@ def containers(cluster: Cluster) -> list[Container]:
         more: dict[str, Any] = {"port": GATEWAY_PORT}
         words = list(service.command[3:])  # after `python -m bombus`
         if service.kind == "coordinator":
-            given = (
-                "count" in cluster.coordinator.model_fields_set
-            )  # one leads, and one stands by unless told otherwise
+            given = "count" in cluster.coordinator.model_fields_set  # otherwise one leads, and one stands by
             more = {"count": cluster.coordinator.count if given else 2, "port": next(ports)}
             more["writes"] = bool(cluster.coordinator.archive)
             del words[words.index("--name") : words.index("--name") + 2]  # whatever runs it gives it a name
