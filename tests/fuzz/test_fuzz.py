@@ -39,6 +39,7 @@ DECODING = {
     "bombus/demo/folder.py": OWN,
     "bombus/demo/player.py": CLIENT,
     "bombus/endpoints/servers.py": SERVER,
+    "bombus/commands/init.py": OWN,
     "bombus/commands/tasks/run.py": CLIENT,
     "bombus/curriculum/journal.py": "lines that are cut and damaged: tests/curriculum/test_journal.py",
     "bombus/environments/chat_model.py": CLIENT,
