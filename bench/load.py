@@ -200,6 +200,8 @@ def tell(agents: Agents, hive: Hive, spent_ms: dict[str, float], calls: int, sec
     seen = agents.seen
     print(f"{seen.open_most:,} episodes at once, {len(hive.sealed)} batches, {hive.steps} steps in {seconds:.0f} s")
     for what, found in sorted(seen.seconds.items()):
+        if not found:  # none has come to its end
+            continue
         ordered = sorted(found)
         p50, p99 = (1e3 * ordered[int(len(ordered) * share)] for share in (0.5, 0.99))
         print(f"{what:6} {len(ordered) / seconds:7.1f} a second   p50 {p50:7.1f} ms   p99 {p99:8.1f} ms")
