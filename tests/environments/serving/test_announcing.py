@@ -7,11 +7,12 @@ import pytest
 from bombus.bus import Bus
 from bombus.bus.headers import TTL
 from bombus.bus.streams import lease_stream
+from bombus.bus_address import VARIABLE
 from bombus.commands import status
 from bombus.config.flags import Parser
 from bombus.environments.pools.session import EnvSession
 from bombus.environments.serving.announcing import ShownServer, announce, show, shown_servers
-from tests.environments.serving.served import served
+from tests.environments.serving.served import ServerProcess, served
 from tests.patience import PATIENCE_S
 
 
@@ -27,6 +28,17 @@ async def test_the_bus_shows_how_many_slots_of_each_server_are_leased(bus: Bus, 
         f"{url}: 1 of 4 slots leased",
         "http://z:1: 0 of 2 slots leased, 3 waiting",
     ]
+
+
+async def test_a_server_shows_itself_on_the_bus_of_its_environment(
+    bus: Bus, nats_url: str, hive: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, nats_url)
+    monkeypatch.setenv("BOMBUS_HIVE", hive)
+    async with ServerProcess() as server, asyncio.timeout(PATIENCE_S):
+        while not (found := await shown_servers(bus)):
+            await asyncio.sleep(0.02)
+        assert [each.url for each in found] == [server.url]
 
 
 async def test_the_entry_of_a_server_that_is_gone_goes_after_some_seconds(bus: Bus) -> None:

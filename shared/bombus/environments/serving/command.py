@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from bombus import logs
+from bombus.bus_address import VARIABLE
 from bombus.cli import add_log_argument
 from bombus.config.flags import add_settings_arguments, check_range, name_of, settings_from
 from bombus.environments.serving.announcing import announce
@@ -62,7 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let anyone who can reach the port use the environments without a key",
     )
-    parser.add_argument("--nats", metavar="URL", help="the bus of a hive whose `bombus status` should show the slots")
+    parser.add_argument(
+        "--nats",
+        metavar="URL",
+        default=os.environ.get(VARIABLE),
+        help="the bus of a hive whose `bombus status` should show the slots (default: $BOMBUS_NATS, or none)",
+    )
     parser.add_argument(
         "--hive",
         type=name_of("hive"),
