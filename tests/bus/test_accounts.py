@@ -18,6 +18,7 @@ from bombus.bus.accounts import SERVICES
 from bombus.bus.headers import REPLY
 from bombus.bus.reader import Reader
 from bombus.bus_address import VARIABLE, BusUser, user_of, without_login
+from bombus.cli import main
 from bombus.commands.init import make_credentials
 from bombus.errors import BusUnavailable
 from bombus.hive import inbox
@@ -329,3 +330,33 @@ def test_the_user_of_an_address_is_found() -> None:
         assert user_of(other, "main") is None
     assert SUBJECTS["signing secret"].endswith(SIGNING_SECRET)
     assert set(STREAMS.values()) >= {Subjects("main").inbox_stream, Subjects("main").calls_stream}
+
+
+def test_init_takes_the_address_of_the_bus_from_where_the_cluster_file_says_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, cluster = tmp_path / "secrets", tmp_path / "cluster.yaml"
+    cluster.write_text(json.dumps({"nats": "$BOMBUS_NATS", "engines": {"main": {}}}))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert main(["init", str(folder), "--config", str(cluster)]) == 2
+    assert "the variable is not set" in capsys.readouterr().err
+    monkeypatch.setenv(VARIABLE, "nats://bus:4222")
+    assert main(["init", str(folder), "--config", str(cluster)]) == 0
+    assert without_login(read_environment(folder, "main", BusUser.GATEWAY)[VARIABLE]) == "nats://bus:4222"
+
+
+@pytest.mark.parametrize("nats", ["nats://a:4222, nats://b:4222", "nats://a:4222\nBOMBUS_ADMIN_KEY=x"])
+def test_init_refuses_an_address_that_would_spoil_its_files(
+    tmp_path: Path, nats: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", str(tmp_path / "secrets"), "--nats", nats]) == 2
+    assert "--nats must have no spaces" in capsys.readouterr().err
+
+
+def test_init_says_in_a_sentence_which_folder_it_cannot_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["init", str(file)]) == 2
+    assert f"{file} cannot be written: File exists" in capsys.readouterr().err

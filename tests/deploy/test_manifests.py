@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from bombus.bus_address import VARIABLE
-from bombus.cli import COMMANDS, load
+from bombus.cli import COMMANDS, load, main
 from bombus.commands.deploy import RENDERERS
 from bombus.commands.deployment import cluster_in
 from bombus.config.cluster import Cluster, Jobs
@@ -156,6 +156,12 @@ def test_every_command_line_of_a_container_is_one_that_its_service_accepts(
         check_variables(running, secrets)
 
 
+def test_a_name_that_other_readers_of_yaml_take_for_a_number_is_quoted(tmp_path: Path) -> None:
+    cluster, jobs = read({"engines": {"1e3": {"trainer": {}}}}, tmp_path)
+    assert "        - '1e3'\n" in kubernetes.render(cluster, jobs)["gateway.yaml"]
+    assert "    - '1e3'\n" in compose.render(cluster, jobs)["compose.yaml"]
+
+
 def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
     running = next(in_compose(compose.render(*read(SMALL, tmp_path))))
     with pytest.raises(SystemExit):
@@ -226,7 +232,7 @@ def test_a_cluster_is_divided_among_nodes_whose_files_bombus_up_accepts(nodes: i
     replicas = []
     for number in range(nodes):
         path = tmp_path / f"node-{number}.yaml"
-        path.write_text(files[path.name].replace("$BOMBUS_NATS", "nats://n1:4222"))
+        path.write_text(files[path.name])
         part, own_jobs = cluster_in(path)
         assert own_jobs == ({} if number else jobs), "each job is started once"
         assert bool(part.coordinator.count) == bool(part.gateway.count) == (number == 0)
@@ -262,8 +268,58 @@ def test_no_password_and_no_key_is_in_any_manifest(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv(VARIABLE, "nats://user:hunter2hunter2@bus:4222")
     monkeypatch.setenv("ELSEWHERE_KEY", "hunter3hunter3")
     cluster, jobs = read(LARGE, tmp_path)
-    for name in ("compose", "kubernetes"):
+    for name in RENDERERS:
         assert "hunter" not in json.dumps(dict(RENDERERS[name](cluster, jobs)))
+
+
+def test_a_rendered_file_with_a_password_is_readable_only_by_its_owner(tmp_path: Path) -> None:
+    path, folder = tmp_path / "cluster.yaml", tmp_path / "rendered"
+    path.write_text(yaml.safe_dump({**SMALL, "nats": "nats://user:hunter2@bus:4222"}))
+    assert main(["deploy", "render", "--config", str(path), "--to", "slurm", "--out", str(folder)]) == 0
+    assert {file.name for file in folder.iterdir() if "hunter2" in file.read_text()} == {"node-0.yaml"}
+    assert (folder / "node-0.yaml").stat().st_mode & 0o077 == 0
+
+
+def test_what_is_printed_can_be_written_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, jobs = read(SMALL, tmp_path)
+    assert main(["deploy", "render", "--config", str(tmp_path / "cluster.yaml"), "--to", "compose"]) == 0
+    expected = "".join(f"# ---- {name}\n{text}" for name, text in compose.render(cluster, jobs).items())
+    assert capsys.readouterr().out == expected
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read(SMALL, tmp_path)
+    path = str(tmp_path / "cluster.yaml")
+    assert main(["deploy", "render", "--config", path, "--to", "compose", "--out", path]) == 2
+    assert "cluster.yaml/compose.yaml cannot be written: File exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["compose", "kubernetes"])
+def test_what_runs_elsewhere_has_no_container(tmp_path: Path, way: tuple[Any, Any]) -> None:
+    render, running_in = way
+    tree = {**SMALL, "nats": "$BOMBUS_NATS", "gateway": {"count": 0}, "coordinator": {"count": 0}}
+    found = running_in(render(*read(tree, tmp_path)))
+    assert {running.name for running in found} == {"trainer-main", "inference-main", "start"}
+
+
+def test_containers_of_one_name_are_refused(tmp_path: Path) -> None:
+    engines: dict[str, Any] = {"a": {"inference": [{}, {}]}, "a-1": {"inference": [{}]}}
+    with pytest.raises(Refused, match="two engines have a container inference-a-1"):
+        containers(read({"engines": engines}, tmp_path)[0])
+
+
+@pytest.mark.parametrize("tree", [{**SMALL, "hive": "a-"}, {"engines": {"a-": {"trainer": {}}}}])
+def test_a_name_that_kubernetes_refuses_is_not_rendered(tmp_path: Path, tree: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="the name a- ends with a dash"):
+        kubernetes.render(*read(tree, tmp_path))
+
+
+@pytest.mark.parametrize("to", ["compose", "kubernetes", "skypilot"])
+def test_credentials_that_no_container_would_have_are_refused(tmp_path: Path, to: str) -> None:
+    with pytest.raises(Refused, match="credentials is a folder that no container has"):
+        RENDERERS[to](*read({**SMALL, "credentials": "secrets"}, tmp_path))
 
 
 def test_an_engine_that_verl_trains_is_refused_where_there_are_only_our_images(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from bombus.bus_address import has_login
 from bombus.commands.deployment import cluster_in
 from bombus.config.cluster import Cluster, Jobs
 from bombus.deploy import compose, kubernetes, skypilot, slurm
+from bombus.errors import Code, Refused
+from bombus.private import write_private
 from bombus.terminal import complain, say
 
 RENDERERS: Mapping[str, Callable[[Cluster, Jobs], Mapping[str, str]]] = {
@@ -24,11 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name, text in RENDERERS[arguments.to](*cluster_in(arguments.config)).items():
+    cluster, jobs = cluster_in(arguments.config)
+    for name, text in RENDERERS[arguments.to](cluster, jobs).items():
         if arguments.out is None:
-            say(f"# ---- {name}\n{text}")
+            say(f"# ---- {name}", *text.splitlines())
             continue
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / name).write_text(text)
+        has_secret = has_login(cluster.nats) and cluster.nats in text
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (write_private if has_secret else Path.write_text)(arguments.out / name, text)
+        except OSError as error:
+            raise Refused(Code.BAD_CONFIG, f"{arguments.out / name} cannot be written: {error.strerror}") from error
         complain(f"wrote {arguments.out / name}")
     return 0

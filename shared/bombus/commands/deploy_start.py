@@ -8,8 +8,8 @@ from pathlib import Path
 from bombus import logs
 from bombus.bus import Bus
 from bombus.cli import add_log_argument, default_nats
-from bombus.commands.deployment import cluster_in
-from bombus.config.cluster import Cluster, Jobs
+from bombus.commands.deployment import bus_address, cluster_in
+from bombus.config.cluster import Jobs
 from bombus.errors import BombusError, Refused
 from bombus.host.supervisor import start_job
 from bombus.terminal import complain
@@ -24,17 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cluster, jobs = cluster_in(arguments.config)
+    nats = bus_address(cluster.nats) or default_nats()
     logs.configure("start", arguments.log_level, hive=cluster.hive)
     try:
-        asyncio.run(_start(cluster, jobs))
+        asyncio.run(_start(nats, cluster.hive, jobs))
     except BombusError as error:
         complain(f"bombus deploy start: {error}")
         return 1
     return 0
 
 
-async def _start(cluster: Cluster, jobs: Jobs) -> None:
-    async with await Bus.connect(cluster.nats or default_nats(), cluster.hive, name="start") as bus:
+async def _start(nats: str, hive: str, jobs: Jobs) -> None:
+    async with await Bus.connect(nats, hive, name="start") as bus:
         await bus.until_streams_exist()
         for engine, job in jobs.items():
             try:

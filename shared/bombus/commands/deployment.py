@@ -112,11 +112,14 @@ def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
 
 
 def cluster_in(path: Path) -> tuple[Cluster, Jobs]:
-    """Return the cluster in a cluster file, and its jobs. Raises `Refused(BAD_CONFIG)`."""
+    """Return the cluster in a cluster file, and its jobs. Its `nats` is as written, even if that is $BOMBUS_NATS.
+
+    Raises `Refused(BAD_CONFIG)`.
+    """
     plain, jobs = document(path, [], {})
     if not plain["engines"]:
         raise Refused(Code.BAD_CONFIG, f"{path} is a job: write a cluster file that has it below engines.main.job")
-    cluster, jobs = reconcile(validated_cluster({**plain, **_bus_of_environment(plain)}), jobs)
+    cluster, jobs = reconcile(validated_cluster(plain), jobs)
     check_placement(cluster)
     return cluster, jobs
 
@@ -134,6 +137,15 @@ def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[T
         return cluster.model_dump(mode="json", exclude_unset=True), jobs
     jobs = {name: parse_job(tree) for name in names} if config is not None else {}
     return {"engines": dict.fromkeys(names, engine)}, jobs
+
+
+def bus_address(nats: str) -> str:
+    """Return the address of the bus, given as in a cluster file, which may say that it is in the environment."""
+    if nats != BUS_OF_ENVIRONMENT:
+        return nats
+    if not os.environ.get(VARIABLE):
+        raise Refused(Code.BAD_CONFIG, f"nats is {BUS_OF_ENVIRONMENT}, but the variable is not set")
+    return os.environ[VARIABLE]
 
 
 def put_over(part: Tree, flags: Tree) -> Tree:
@@ -176,7 +188,7 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     typed = typed_overrides(arguments, FLAGS)
     engines = plain["engines"].items()
     hive = plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main")
-    whole = {**plain, **_bus_of_environment(plain), "hive": hive, **typed[""]}
+    whole = {**plain, "nats": bus_address(plain.get("nats", "")), "hive": hive, **typed[""]}
     if whole.get("credentials"):
         own = read_environment(Path(whole["credentials"]), whole["hive"], BusUser.OPERATOR)
         whole["nats"] = own[VARIABLE]
@@ -187,15 +199,6 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
             name: _engine_with_flags(name, part, typed["trainer"], typed["inference"]) for name, part in engines
         },
     }
-
-
-def _bus_of_environment(plain: Tree) -> Tree:
-    """Return the address of the bus, if the file says that it is in the environment."""
-    if plain.get("nats") != BUS_OF_ENVIRONMENT:
-        return {}
-    if not os.environ.get(VARIABLE):
-        raise Refused(Code.BAD_CONFIG, f"nats is {BUS_OF_ENVIRONMENT}, but the variable is not set")
-    return {"nats": os.environ[VARIABLE]}
 
 
 def _engine_with_flags(name: str, part: Tree, trainer: Tree, replica: Tree) -> Tree:

@@ -13,7 +13,7 @@ import msgspec
 
 from bombus.bus.accounts import accounts
 from bombus.bus_address import VARIABLE, BusUser, check_bus_address, has_login, user_name
-from bombus.commands.deployment import document
+from bombus.commands.deployment import bus_address, document
 from bombus.config.flags import name_of
 from bombus.config.streams import PAYLOAD_BYTES
 from bombus.errors import Code, Refused
@@ -43,9 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     plain, _ = document(arguments.config, (), {})
     hive = arguments.hive or plain.get("hive") or "main"
-    nats = arguments.nats or plain.get("nats") or ""
-    for path in make_credentials(arguments.folder, hive, nats, rotate=arguments.rotate):
-        say(path)
+    nats = arguments.nats or bus_address(plain.get("nats", ""))
+    try:
+        written = make_credentials(arguments.folder, hive, nats, rotate=arguments.rotate)
+    except OSError as error:
+        raise Refused(Code.BAD_CONFIG, f"{error.filename} cannot be written: {error.strerror}") from error
+    say(*written)
     config = arguments.folder / SERVER_CONFIG
     say(f"start the server with nats-server --config {config}; after a change: nats-server --signal reload")
     return 0
@@ -72,6 +75,8 @@ def make_credentials(folder: Path, hive: str, nats: str = "", *, rotate: bool = 
     kept.nats = nats or kept.nats
     if has_login(kept.nats):
         raise Refused(Code.BAD_CONFIG, "--nats must have no login: bombus init makes one for each service")
+    if re.search(r"\s", kept.nats):
+        raise Refused(Code.BAD_CONFIG, "--nats must have no spaces")
     check_bus_address(kept.nats)
     for user in BusUser:
         known = kept.passwords.setdefault(user, {})

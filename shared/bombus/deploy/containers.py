@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from bombus.bus_address import VARIABLE
 from bombus.config.cluster import BUS_OF_ENVIRONMENT, Cluster, EnginePart, Jobs
 from bombus.config.groups import bad_config
 from bombus.config.parts import TrainerPart
@@ -63,11 +64,22 @@ def image_of(cluster: Cluster, target: str) -> str:
     return cluster.deploy.image.replace("{target}", target).replace("{version}", version("bombus"))
 
 
+def refuse_credentials(cluster: Cluster) -> None:
+    """Raise `Refused(BAD_CONFIG)` if the cluster has credentials, which are in a folder of this machine."""
+    if cluster.credentials:
+        raise bad_config(
+            "credentials is a folder that no container has: leave it out here. Containers have one login, which is in "
+            f"{VARIABLE} if nats is {BUS_OF_ENVIRONMENT}"
+        )
+
+
 def containers(cluster: Cluster) -> list[Container]:
     """Return the containers of a hive, in the order in which `bombus up` would start them.
 
-    Raises `Refused(BAD_CONFIG)` for an engine that verl trains: it needs an environment that no image has.
+    Raises `Refused(BAD_CONFIG)` for an engine that verl trains, as it needs an environment that no image has, for
+    credentials, and for two containers of the same name.
     """
+    refuse_credentials(cluster)
     for name, engine in cluster.engines.items():
         if engine.trainer is not None and engine.trainer.backend != "torch":
             raise bad_config(
@@ -79,7 +91,7 @@ def containers(cluster: Cluster) -> list[Container]:
     parts = iter([part for engine in cluster.engines.values() for part in engine.inference if part.count])
     trainers = iter([engine.trainer for engine in cluster.engines.values() if engine.trainer is not None])
     by_folder = any(part.weights_by == "folder" for part in _trainers(cluster))
-    found = []
+    found: list[Container] = []
     for service in services(Layout(cluster=placed), _WITH_A_LOGIN):
         if service.kind not in _KINDS:
             continue
@@ -107,17 +119,20 @@ def containers(cluster: Cluster) -> list[Container]:
         kept = {*UNLESS_SET, *FOR_EVERY_PROCESS, *(KEEP_FREED_MEMORY if service.kind == "trainer" else ())}
         environment = {FORMAT_VARIABLE: "json", CACHE_VARIABLE: f"{DATA}/cache" if more.get("writes") else "/tmp/cache"}
         environment |= {key: service.environment[key] for key in sorted(kept)}
+        name = service.name.replace(" ", "-")
+        if any(each.name == name for each in found):  # as of the first replicas of `a`, and those of `a-1`
+            raise bad_config(f"two engines have a container {name}: give one of these engines another name")
         found.append(
             Container(
                 kind=service.kind,
-                name=service.name.replace(" ", "-"),
+                name=name,
                 image=image_of(cluster, service.kind),
                 arguments=tuple(words),
                 environment=environment,
                 **more,
             )
         )
-    return found
+    return [each for each in found if each.count]  # the others run elsewhere
 
 
 def starter(cluster: Cluster) -> Container:

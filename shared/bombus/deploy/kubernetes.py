@@ -5,7 +5,7 @@ from typing import Any
 
 from bombus.bus_address import VARIABLE
 from bombus.config.cluster import Cluster, Jobs
-from bombus.config.groups import Tree
+from bombus.config.groups import Tree, bad_config
 from bombus.deploy import nats
 from bombus.deploy.containers import (
     CLUSTER,
@@ -31,7 +31,13 @@ POD_NAME = "POD_NAME"
 
 
 def render(cluster: Cluster, jobs: Jobs) -> Mapping[str, str]:
-    """Return the manifests and their kustomization, by their names."""
+    """Return the manifests and their kustomization, by their names.
+
+    Raises `Refused(BAD_CONFIG)` for a name that ends with a dash, which Kubernetes refuses.
+    """
+    for name in (cluster.hive, *cluster.engines):
+        if name.endswith("-"):
+            raise bad_config(f"the name {name} ends with a dash, which Kubernetes refuses: choose another")
     found = containers(cluster)
     files: dict[str, list[Tree]] = {}
     if not cluster.nats:

@@ -1,5 +1,6 @@
 """Divides a cluster among several machines, each with a `bombus up` and a cluster file of its own."""
 
+import re
 from collections import defaultdict
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from bombus.config.parts import InferencePart, TrainerPart
 from bombus.config.placement import gpus_of_replicas
 
 Placed = TypeVar("Placed", TrainerPart, InferencePart)
+_LIKE_A_NUMBER = re.compile(r"[-+.]?\d")
 HEAD = "# Rendered by `bombus deploy render`: change the cluster file, and render again.\n"
 
 
@@ -90,7 +92,9 @@ class _Plain(yaml.SafeDumper):  # type: ignore[misc] # PyYAML has no types
 
 
 def _text(dumper: Any, text: str) -> Any:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    # The readers of Kubernetes and Compose take more texts for numbers than PyYAML does, such as 1e3.
+    style = "|" if "\n" in text else "'" if _LIKE_A_NUMBER.match(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Plain.add_representer(str, _text)
