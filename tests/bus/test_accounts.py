@@ -324,6 +324,12 @@ def test_a_second_call_of_init_changes_nothing(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o77 == 0 for path in tmp_path.rglob("*"))
 
 
+def test_a_second_hive_of_a_folder_is_on_the_same_server(tmp_path: Path) -> None:
+    make_credentials(tmp_path, "main", "nats://bus:4222")
+    make_credentials(tmp_path, "next")
+    assert without_login(read_environment(tmp_path, "next", BusUser.OBSERVER)[VARIABLE]) == "nats://bus:4222"
+
+
 def test_the_user_of_an_address_is_found() -> None:
     assert user_of("nats://main.gateway.2:x@bus:4222,nats://main.gateway.2:x@other:4222", "main") is BusUser.GATEWAY
     for other in ("nats://bus:4222", "nats://bombus:x@bus", "nats://next.gateway.1:x@bus", "nats://main.else.1:x@bus"):

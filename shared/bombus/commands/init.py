@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nats",
         metavar="URL",
-        help="where services reach the NATS server, without a login (default: as before, or nats://127.0.0.1:4222)",
+        help="where services reach the NATS server, without a login (default: as before, that of the folder's other "
+        "hives, or nats://127.0.0.1:4222)",
     )
     parser.add_argument(
         "--rotate", action="store_true", help="make new passwords; those that they replace stay valid until the next"
@@ -71,7 +72,7 @@ def make_credentials(folder: Path, hive: str, nats: str = "", *, rotate: bool = 
     """
     check_name(hive, "hive")
     own = private_folder(folder / hive)
-    kept = _read(own / "passwords.json") or _Kept(nats or "nats://127.0.0.1:4222", {}, _secret(), _secret())
+    kept = _read(own / "passwords.json") or _Kept(nats or _address_in(folder), {}, _secret(), _secret())
     kept.nats = nats or kept.nats
     if has_login(kept.nats):
         raise Refused(Code.BAD_CONFIG, "--nats must have no login: bombus init makes one for each service")
@@ -111,6 +112,12 @@ def _read(path: Path) -> _Kept | None:
         return None
     except msgspec.MsgspecError as error:
         raise Refused(Code.BAD_CONFIG, f"{path} cannot be read: {error}; delete it to make new credentials") from error
+
+
+def _address_in(folder: Path) -> str:
+    """Return the address of the bus for a new hive, which is that of the folder's other hives."""
+    others = (_read(path) for path in sorted(folder.glob("*/passwords.json")))
+    return next((other.nats for other in others if other is not None), "nats://127.0.0.1:4222")
 
 
 def _with_login(urls: str, login: str) -> str:
