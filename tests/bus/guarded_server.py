@@ -40,15 +40,18 @@ class GuardedServer:
 
 
 @contextmanager
-def guarded_server(folder: Path, *hives: str) -> Iterator[GuardedServer]:
+def guarded_server(folder: Path, *hives: str, started_in: Path | None = None) -> Iterator[GuardedServer]:
     """Run a server for these hives for the length of the block."""
     port = free_port()
     for hive in hives:
         make_credentials(folder, hive, f"nats://{HOST}:{port}")
     config = folder / SERVER_CONFIG
     config.write_text(re.sub(r"^port: .*", f'port: {port}\nhost: "{HOST}"', config.read_text(), flags=re.MULTILINE))
-    command = [str(find_server()), "--config", config.name]
-    with (folder / "server.log").open("wb") as log, subprocess.Popen(command, cwd=folder, stderr=log) as server:
+    command = [str(find_server()), "--config", str(config)]
+    with (
+        (folder / "server.log").open("wb") as log,
+        subprocess.Popen(command, cwd=started_in or folder, stderr=log) as server,
+    ):
         try:
             yield GuardedServer(folder, server)
         finally:

@@ -330,6 +330,14 @@ def test_a_second_hive_of_a_folder_is_on_the_same_server(tmp_path: Path) -> None
     assert without_login(read_environment(tmp_path, "next", BusUser.OBSERVER)[VARIABLE]) == "nats://bus:4222"
 
 
+def test_the_server_keeps_its_streams_in_the_same_place_wherever_it_is_started(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / 'the $HOME\'s "ü" folder', tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with guarded_server(folder, "main", started_in=elsewhere):
+        assert (folder / "jetstream").is_dir()
+        assert list(elsewhere.iterdir()) == []
+
+
 def test_the_user_of_an_address_is_found() -> None:
     assert user_of("nats://main.gateway.2:x@bus:4222,nats://main.gateway.2:x@other:4222", "main") is BusUser.GATEWAY
     for other in ("nats://bus:4222", "nats://bombus:x@bus", "nats://next.gateway.1:x@bus", "nats://main.else.1:x@bus"):

@@ -99,7 +99,7 @@ def make_credentials(folder: Path, hive: str, nats: str = "", *, rotate: bool = 
         write_private(written[-1], "".join(f"{name}={value}\n" for name, value in variables.items()))
     config = folder / SERVER_CONFIG
     if not config.exists():
-        write_private(config, _SERVER)
+        write_private(config, _server_config(folder.absolute() / "jetstream"))
     hives = sorted(path.parent.name for path in folder.glob("*/accounts.conf"))
     write_private(folder / "accounts.conf", "".join(f'include "{name}/accounts.conf"\n' for name in hives))
     return [config, *written]
@@ -130,12 +130,14 @@ def _secret() -> str:
     return secrets.token_urlsafe(24)
 
 
-_SERVER = f"""\
+def _server_config(store: Path) -> str:
+    # A relative path would depend on where the server is started, and elsewhere it would find no stream.
+    return f"""\
 # Written once by bombus init. It may be changed, for instance for a cluster of three servers.
 port: 4222
 max_payload: {PAYLOAD_BYTES}
 max_pending: {64 << 20}
 write_deadline: "10s"
-jetstream {{ store_dir: "jetstream", sync_interval: "1s" }}
+jetstream {{ store_dir: {json.dumps(str(store), ensure_ascii=False)}, sync_interval: "1s" }}
 accounts {{ include "accounts.conf" }}
 """
