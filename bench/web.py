@@ -79,7 +79,7 @@ def measure(archive: Path, events: int, positions: int) -> None:
                 worst_ms = max(worst_ms, took_ms)
             print(f"first answer: {first_ms:.0f} ms; the slowest while the log was read: {worst_ms:.0f} ms")
             print(f"{events:,} events read: {cpu_s() - began:.1f} s of CPU, {memory()}")
-            for path in ("/run/main-1", "/run/main-1", "/run/main-1/points.json"):
+            for path in ("/run/main-1", "/run/main-1", "/runs/points.json?run=main-1"):
                 took_ms, answer = timed(client, path)
                 print(f"{path}: {took_ms:.0f} ms, {len(answer.content):,} bytes")
             chance, began = Random(2), cpu_s()

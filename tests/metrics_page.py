@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric
 
 from bombus.hive.state import Hive
 from bombus_coordinator.metrics import CoordinatorMetrics
@@ -78,15 +78,18 @@ text of an error: an error is its code, as `error.type`.
 
 def documented() -> dict[str, list[tuple[str, str, Sequence[str], str]]]:
     """Return the name, kind, labels and help of each metric, by service."""
-    registry, coordinator = CallMetrics(["main"]).registry, CoordinatorMetrics()
-    counted: list[Any] = list({id(each): each for each in registry._names_to_collectors.values()}.values())
-    of_gateways = [*map(_described, counted), *map(_described, families_of(Hive(), [], {}))]
+    coordinator = CoordinatorMetrics()
     return {
-        "Gateways": of_gateways,
+        "Gateways": [*_registered(CallMetrics(["main"]).registry), *map(_described, families_of(Hive(), [], {}))],
         "Coordinators": [*map(_described, [*coordinator.families(None, None), coordinator.decisions])],
-        "Trainers": [*map(_described, TrainerMetrics("main").families())],
+        "Trainers": _registered(TrainerMetrics("main").registry),
         "Replicas": [*map(_described, of_replica("main", dict.fromkeys(HELP, 0.0)))],
     }
+
+
+def _registered(registry: CollectorRegistry) -> list[tuple[str, str, Sequence[str], str]]:
+    counted = {id(each): each for each in registry._names_to_collectors.values()}
+    return [*map(_described, counted.values())]
 
 
 def _described(metric: Any) -> tuple[str, str, Sequence[str], str]:

@@ -13,7 +13,7 @@ programs and in notebooks, whose event loop is already running.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from bombus.commands.diagnose import lines_of
-from bombus.errors import BombusError
-from bombus.insight.charts import OF, Axis, Chart, Spec, points, spec
+from bombus.insight.charts import Axis, Spec, plot
 from bombus.insight.database import LogDatabase, read_samples, refusing
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import read_answers
@@ -36,10 +35,6 @@ from bombus.replay.source import NotOnLog, Source
 
 T = TypeVar("T")
 WIDTH = 620  # of a plot, in pixels
-
-
-class NoSuchFigure(BombusError):
-    """A run has no figure or chart of this name. The message says which there are."""
 
 
 def open(log: str | Path, hive: str | None = None) -> "HiveLog":
@@ -217,19 +212,10 @@ class RunDiagnosis:
 class RunPlot:
     """A chart of one or several runs. Jupyter draws its `spec`, which is Vega-Lite's, or shows it as a picture."""
 
-    def __init__(self, figure: str, runs: "tuple[LogRun, ...] | list[LogRun]", axis: Axis = "step") -> None:
-        chart = OF.get(figure) or Chart(figure, figure, "", (figure,), "", figure.startswith("held_out/"))
+    def __init__(self, figure: str, runs: Sequence[LogRun], axis: Axis) -> None:
         names = [run.name for run in runs]
-        found: list[dict[str, Any]] = []
-        for run in runs:
-            label = {"run": run.name if names.count(run.name) == 1 else f"{run.log.title}: {run.name}"}
-            found += [point | (label if len(runs) > 1 else {}) for point in points(chart, run.series, axis)]
-        if not found:
-            raise NoSuchFigure(
-                f"{', '.join(names) or 'no run'} has no figure {figure}; the charts are {', '.join(OF)}, and the "
-                "columns of metrics() and evaluations() can be plotted as well"
-            )
-        self.spec: Spec = spec(chart, found, axis, WIDTH) | {"title": chart.title}
+        labels = [run.name if names.count(run.name) == 1 else f"{run.log.title}: {run.name}" for run in runs]
+        self.spec: Spec = plot(figure, dict(zip(labels, (run.series for run in runs))), axis, WIDTH)
 
     def svg(self) -> str:
         """Return the chart as SVG. Raises `ModuleNotFoundError` without the extra `insight`."""

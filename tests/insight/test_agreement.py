@@ -43,7 +43,7 @@ def drawn(figures: Figures, by_version: bool) -> Figures:
 
 
 async def test_the_page_draws_the_figures_of_the_log(of_the_log: tuple[Figures, Figures]) -> None:
-    (answer,) = await pages(TINY, f"/run/{RUN}/points.json")
+    (answer,) = await pages(TINY, f"/runs/points.json?run={RUN}")
     found = json.loads(answer.text)["points"]
     for by_version, figures in zip((False, True), of_the_log, strict=True):
         points = [point for chart in CHARTS if chart.by_version == by_version for point in found[chart.key]]

@@ -24,11 +24,11 @@ def step(number: int, rewards: list[float], **trainer: float) -> StepFigures:
 
 def test_only_the_settings_that_differ_are_listed_with_each_runs_value() -> None:
     first, second = RunConfig(), RunConfig.model_validate({"rollout": {"num_repeat": 5}, "trainer": {"lr": 0.5}})
-    found = {row.name: row.values for row in job_differences([first, second, first])}
+    found = job_differences([first, second, first])
     assert set(found) == {"rollout.num_repeat", "trainer.lr"}
     assert found["trainer.lr"][1] == "0.5"
     assert found["trainer.lr"][0] == found["trainer.lr"][2]
-    assert job_differences([first, first]) == []
+    assert job_differences([first, first]) == {}
 
 
 def test_a_difference_is_over_the_newest_steps_that_both_runs_have() -> None:

@@ -9,7 +9,7 @@ from bombus.config.job import RunConfig
 from bombus.hive import events as ev
 from bombus.hive.events import EpisodeType
 from bombus.insight.charts import CHARTS, OF, points, shows, spec
-from bombus.insight.metrics import evaluation_metrics, pass_at, series_of, step_metrics
+from bombus.insight.metrics import evaluation_metrics, pass_at, step_metrics
 from bombus.insight.runs import read_runs
 from bombus.replay.archive import FileSource
 from bombus.replay.diagnosis.steps import EvaluatedEpisode, RunSeries
@@ -41,8 +41,7 @@ def test_a_step_has_figures_of_its_batch_its_collection_and_its_training() -> No
         "episodes/ended": 2.0,
     }
     assert {name: found[name] for name in expected} == expected
-    assert series_of(series.steps, "train/loss") == [(1, 0.25)]
-    assert series_of(series.steps, "policy/entropy") == [], "what is not known is left out"
+    assert "policy/entropy" not in found, "what is not known is left out"
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from bombus.cli import main
 from bombus.config.job import RunConfig
 from bombus.insight.charts import CHARTS, points
-from bombus.insight.report import BROWSERS, job_text, page
+from bombus.insight.report import BROWSERS, page
 from bombus.insight.runs import read_runs
 from bombus.replay.archive import FileSource
 from bombus.replay.diagnosis.steps import RunSeries
@@ -67,7 +68,7 @@ def test_a_report_has_each_point_of_each_chart_and_the_ancestry_of_the_weights(t
         for point in points(chart, series):
             assert (f"{point['x']:g}", point["figure"], f"{point['y']:.6g}") in shown, chart.key
     assert {ready.weights.sha256 for ready in logged.versions.values()} <= {cell for row in found.rows for cell in row}
-    assert job_text(series.job).splitlines()[1].strip() in out.read_text()
+    assert yaml.safe_dump(series.job.to_yaml_mapping()).splitlines()[1].strip() in out.read_text()
 
 
 def with_heads(rows: list[list[str]]) -> list[tuple[list[str], list[str]]]:
@@ -135,9 +136,9 @@ def test_a_chart_of_two_runs_is_drawn(tmp_path: Path, name: str, begins: bytes) 
     ("words", "code", "why"),
     [
         (["reward", "--out", "a.gif"], 2, "must end in .svg, .png, .pdf"),
-        (["held_out"], 1, "main-2 has no figures for the chart held_out"),
+        (["held_out"], 1, "main-2 has no figure held_out; the charts are reward, held_out"),
         (["reward", "main-9"], 1, "its runs are main-1, main-2"),
-        (["reward", "--width", "3"], 2, "--width must be between"),
+        (["reward", "--width", "3"], 2, "it must be from 100 to 10000"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_a_sentence(

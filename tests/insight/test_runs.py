@@ -14,13 +14,14 @@ from nbclient import NotebookClient
 import bombus
 from bombus.bus import EmbeddedServer
 from bombus.config.streams import StreamLimits
+from bombus.insight.charts import NoSuchFigure
 from bombus.insight.database import QueryRefused
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.runs import read_runs
 from bombus.replay.archive import FileSource
 from bombus.replay.importing import import_log
 from bombus.replay.source import NotOnLog
-from bombus.runs import HiveLog, LogRun, NoSuchFigure
+from bombus.runs import HiveLog, LogRun
 from tests.insight.record import LOG
 from tests.logs.facts import TINY
 from tests.patience import PATIENCE_S

@@ -89,14 +89,14 @@ async def test_the_points_of_a_run_end_at_the_position_and_later_ones_come_alone
         (series,) = watch.record.runs_at(watch.position)
         fifth = series.steps[4].done_seq
         rewards = {}
-        for name, query in {"all": {}, "before": {"at": fifth}, "after": {"after": fifth}}.items():
-            answer = (await client.get("/run/main-1/points.json", params=query)).json()
+        for name, query in {"all": {}, "before": {"at": str(fifth)}, "after": {"after": str(fifth)}}.items():
+            answer = (await client.get("/runs/points.json", params={"run": "main-1", **query})).json()
             rewards[name] = [(point["x"], point["y"]) for point in answer["points"]["reward"]]
             assert ("reward" in answer["specs"]) == (name != "after")
         assert [x for x, _ in rewards["all"]] == list(range(1, 13))
         assert rewards["before"] == rewards["all"][:5]
         assert rewards["after"] == rewards["all"][5:]
-        tokens = (await client.get("/run/main-1/points.json", params={"axis": "tokens"})).json()
+        tokens = (await client.get("/runs/points.json?run=main-1&axis=tokens")).json()
         assert tokens["points"]["reward"][0]["x"] > 100
 
 
@@ -357,7 +357,7 @@ async def test_huge_rewards_are_shown(tmp_path: Path) -> None:
     )
     async with served(archive(tmp_path / "run")) as (client, watch):
         await ready(client, watch)
-        for path in ("/run/main-1", "/run/main-1/points.json", "/run/main-1/step/1", "/runs?run=main-1"):
+        for path in ("/run/main-1", "/runs/points.json?run=main-1", "/run/main-1/step/1", "/runs?run=main-1"):
             assert (await client.get(path)).status_code == 200
 
 

@@ -144,7 +144,7 @@ class Trainer:
                 await self._publish_missing_weights(executor, versions)
                 await self._check_finite()
                 await self._next_batch()
-                with self.metrics.step():
+                with self.metrics.in_flight.track_inprogress():
                     await self._step(executor, self._outstanding())
                 failed.clear()
                 continue

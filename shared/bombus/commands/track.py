@@ -26,10 +26,6 @@ written twice. With --follow, writes the runs of a running hive whose jobs name 
 does that by itself."""
 
 
-class TrackerFailed(BombusError):
-    """A tracker's package has raised an error."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add_run_argument(parser)
@@ -87,7 +83,7 @@ def _fill(ledger: Ledger, tracker: Tracker) -> str:
     except (BombusError, OSError):
         raise
     except Exception as error:
-        raise TrackerFailed(f"{tracker} failed: {in_one_line(error)}") from error
+        raise BombusError(f"{tracker} failed: {in_one_line(error)}") from error
     run = ledger.run
     return f"{written} steps were written to {tracker}, project {run.project}, as {run.name}; files: {ledger.folder}"
 

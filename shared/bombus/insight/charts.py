@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from bombus.errors import BombusError
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 
@@ -25,6 +26,10 @@ AXES: dict[Axis, str] = {
 MARKED = 400  # with fewer points, each has a mark
 Spec = dict[str, Any]
 ROWS_MAX = 500  # steps of a chart in a browser, which is slow to draw more
+
+
+class NoSuchFigure(BombusError):
+    """No run has a figure or chart of this name. The message says which charts there are."""
 
 
 class Chart(msgspec.Struct, frozen=True):
@@ -141,6 +146,25 @@ def shows(chart: Chart, name: str) -> bool:
     if name.endswith(("/std", "/episodes")):
         return False
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in chart.metrics)
+
+
+def plot(figure: str, runs: Mapping[str, RunSeries], axis: Axis, width: int) -> Spec:
+    """Return a chart of runs by their labels: the chart called `figure`, or one of this figure alone.
+
+    Raises `NoSuchFigure` if none of the runs has it.
+    """
+    chart = OF.get(figure) or Chart(figure, figure, "", (figure,), "", figure.startswith("held_out/"))
+    found = [
+        point | ({"run": label} if len(runs) > 1 else {})
+        for label, series in runs.items()
+        for point in points(chart, series, axis)
+    ]
+    if not found:
+        raise NoSuchFigure(
+            f"{', '.join(runs) or 'no run'} has no figure {figure}; the charts are {', '.join(OF)}, and each figure of "
+            "the table metrics can be plotted as well"
+        )
+    return spec(chart, found, axis, width) | {"title": chart.title}
 
 
 def spec(

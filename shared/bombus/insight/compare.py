@@ -19,13 +19,6 @@ NORMAL_95 = 1.96
 WINDOW = 10  # the newest steps that both runs have
 
 
-class JobDifference(msgspec.Struct, frozen=True):
-    """A setting that differs, such as `trainer.lr`, with its value in each run."""
-
-    name: str
-    values: tuple[str, ...]
-
-
 class FigureDifference(msgspec.Struct, frozen=True):
     """How much larger a figure is in the second run, as a mean over steps `first` to `last`. `low` and `high` bound the
     95 % confidence interval. They are None for a figure whose noise is not known."""
@@ -47,12 +40,12 @@ class FigureDifference(msgspec.Struct, frozen=True):
         return self.low is not None and self.high is not None and not self.low <= 0.0 <= self.high
 
 
-def job_differences(jobs: Sequence[RunConfig]) -> list[JobDifference]:
-    """Return the settings that are not the same in all jobs, in the order in which jobs have them."""
+def job_differences(jobs: Sequence[RunConfig]) -> dict[str, list[str]]:
+    """Return the settings that are not the same in all jobs, such as `trainer.lr`, each with its value in each job."""
     flat = [job.settings() for job in jobs]
     names = dict.fromkeys(name for each in flat for name in each)
-    rows = (JobDifference(name, tuple(_text(each.get(name)) for each in flat)) for name in names)
-    return [row for row in rows if len(set(row.values)) > 1]
+    rows = {name: [_text(each.get(name)) for each in flat] for name in names}
+    return {name: values for name, values in rows.items() if len(set(values)) > 1}
 
 
 def _text(value: Any) -> str:

@@ -37,9 +37,9 @@ def svg(spec: Spec) -> str:
     return vl_convert.vegalite_to_svg({**spec, "config": theme("currentColor")})
 
 
-def drawn(spec: Spec, kind: Format, scale: float = 2.0) -> bytes:
-    """Return a chart as a file, dark on white. `scale` is for PNG, in pixels per point."""
+def drawn(spec: Spec, kind: Format) -> bytes:
+    """Return a chart as a file, dark on white. A PNG has two pixels per point."""
     white = {**spec, "config": {**theme("#1d1c19"), "background": "white"}}
     if kind == "png":
-        return vl_convert.vegalite_to_png(white, scale=scale)
+        return vl_convert.vegalite_to_png(white, scale=2.0)
     return vl_convert.vegalite_to_pdf(white) if kind == "pdf" else vl_convert.vegalite_to_svg(white).encode()

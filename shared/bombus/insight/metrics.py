@@ -1,12 +1,11 @@
 """The figures of a run by name: one number for each name and step. Every chart, table and tracker shows these. Pure."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import comb, isfinite, sqrt
 
-import msgspec
-
 from bombus.hive.rollouts import SILENT
-from bombus.replay.diagnosis.statistics import Spread
+from bombus.replay.diagnosis.statistics import Spread, mean
 from bombus.replay.diagnosis.steps import EvaluatedEpisode, StepFigures
 
 PASS_KS = (1, 2, 4, 8, 16)
@@ -104,39 +103,30 @@ def _of_trainer(metrics: dict[str, float]) -> Iterator[tuple[str, float]]:
             yield _FROM_TRAINER.get(name, f"trainer/{name}"), value
 
 
-class EvaluationFigures(msgspec.Struct):
-    """The evaluation episodes of one policy version. `tasks` has [episodes, successes] of each task that reports
-    success."""
-
-    rewards: Spread = msgspec.field(default_factory=Spread)
-    data_sets: dict[str, Spread] = {}
-    tasks: dict[str, list[int]] = {}
-
-
 def evaluation_metrics(episodes: Iterable[EvaluatedEpisode]) -> dict[int, dict[str, float]]:
     """Return the figures of each evaluated policy version: rewards by data set, and pass@k if tasks report success."""
-    versions: dict[int, EvaluationFigures] = {}
+    versions = defaultdict[int, list[EvaluatedEpisode]](list)
     for each in episodes:
-        figures = versions.setdefault(each.version, EvaluationFigures())
-        figures.rewards.add(each.reward)
-        figures.data_sets.setdefault(each.data_set, Spread()).add(each.reward)
+        versions[each.version].append(each)
+    return {version: _finite(dict(_of_version(played))) for version, played in sorted(versions.items())}
+
+
+def _of_version(played: Sequence[EvaluatedEpisode]) -> Iterator[tuple[str, float]]:
+    rewards, data_sets, tasks = Spread(), defaultdict[str, Spread](Spread), defaultdict[str, list[bool]](list)
+    for each in played:
+        rewards.add(each.reward)
+        data_sets[each.data_set].add(each.reward)
         if each.is_success is not None:
-            counts = figures.tasks.setdefault(each.task, [0, 0])
-            counts[0] += 1
-            counts[1] += each.is_success
-    return {version: _finite(dict(_of_version(figures))) for version, figures in sorted(versions.items())}
-
-
-def _of_version(figures: EvaluationFigures) -> Iterator[tuple[str, float]]:
-    for name, spread in figures.data_sets.items():
+            tasks[each.task].append(each.is_success)
+    for name, spread in data_sets.items():
         if name:  # may be `mean` too: what follows then replaces it
             yield f"held_out/{name}", spread.mean
-    yield from _of_spread("held_out", figures.rewards)
-    yield "held_out/episodes", float(figures.rewards.count)
+    yield from _of_spread("held_out", rewards)
+    yield "held_out/episodes", float(rewards.count)
     for k in PASS_KS:
-        known = [(count, successes) for count, successes in figures.tasks.values() if count >= k]
+        known = [pass_at(k, len(attempts), sum(attempts)) for attempts in tasks.values() if len(attempts) >= k]
         if known:
-            yield f"held_out/pass@{k}", sum(pass_at(k, count, successes) for count, successes in known) / len(known)
+            yield f"held_out/pass@{k}", mean(known)
 
 
 def pass_at(k: int, count: int, successes: int) -> float:
@@ -145,8 +135,3 @@ def pass_at(k: int, count: int, successes: int) -> float:
     1 - C(n - c, k) / C(n, k), from Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
     """
     return 1.0 - comb(count - successes, k) / comb(count, k)
-
-
-def series_of(steps: Sequence[StepFigures], name: str) -> list[tuple[int, float]]:
-    """Return one figure of a run as (step, value), for the steps that have it."""
-    return [(row.step, value) for row in steps if (value := step_metrics(row).get(name)) is not None]

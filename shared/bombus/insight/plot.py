@@ -4,12 +4,13 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from bombus.insight.charts import AXES, CHARTS, OF, points, spec
+from bombus.config.flags import check_range
+from bombus.insight.charts import AXES, CHARTS, plot
 from bombus.insight.drawing import Format, drawn
 from bombus.insight.runs import read_runs
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
-from bombus.replay.source import NotOnLog, Source
+from bombus.replay.source import Source
 from bombus.terminal import say
 
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     charts = "\n".join(f"  {chart.key:<11} {chart.title}: {chart.about}" for chart in CHARTS)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"charts:\n{charts}"
-    parser.add_argument("chart", choices=OF, metavar="CHART", help="which chart (see below)")
+    parser.add_argument("chart", metavar="CHART", help="which chart (see below), or a figure such as reward/max")
     parser.add_argument(
         "names",
         nargs="*",
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_range("--width", arguments.width, 100, 10_000)
     return run_on_source("bombus plot", _draw, arguments)
 
 
@@ -39,17 +41,7 @@ async def _draw(source: Source, arguments: argparse.Namespace) -> None:
     kind: Format = out.suffix.removeprefix(".")  # type: ignore[assignment]
     if kind not in get_args(Format):
         raise BadUsage(f"--out {out}: the name must end in .{', .'.join(get_args(Format))}")
-    if not 100 <= arguments.width <= 10_000:
-        raise BadUsage("--width must be between 100 and 10000")
-    chart = OF[arguments.chart]
     runs = await read_runs(source)
-    chosen = [runs.newest(name, source.title) for name in arguments.names or [""]]
-    found = [
-        {**point, "run": series.name} if len(chosen) > 1 else point
-        for series in chosen
-        for point in points(chart, series, arguments.axis)
-    ]
-    if not found:
-        raise NotOnLog(f"{', '.join(series.name for series in chosen)} has no figures for the chart {chart.key}")
-    out.write_bytes(drawn({**spec(chart, found, arguments.axis, arguments.width), "title": chart.title}, kind))
-    say(f"{out}: {chart.title} of {', '.join(series.name for series in chosen)}")
+    chosen = {each.name: each for each in (runs.newest(name, source.title) for name in arguments.names or [""])}
+    out.write_bytes(drawn(plot(arguments.chart, chosen, arguments.axis, arguments.width), kind))
+    say(f"{out}: {arguments.chart} of {', '.join(chosen)}")

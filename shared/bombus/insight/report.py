@@ -14,7 +14,6 @@ from pathlib import Path
 import yaml
 from markupsafe import Markup
 
-from bombus.config.job import RunConfig
 from bombus.errors import BombusError
 from bombus.figures import duration, one_line
 from bombus.insight.charts import CHARTS, Chart, all_points, spec
@@ -69,28 +68,19 @@ def page(series: RunSeries, logged: LoggedRun, title: str, end: int) -> str:
     """Return the page. `title` says where the log is stored, and `end` is the position of its last event."""
     return render(
         "report.html",
-        name=series.name,
         style=Markup((resources.files("bombus.insight.web") / "static" / "page.css").read_text()),
         summary=_summary(series),
         findings=diagnose(series.steps, series.job),
         charts=list(_charts(series)),
-        model=logged.job.model.path,
-        begun=logged.begun,
+        logged=logged,
         lineage=[_version(logged, number) for number in sorted({0, *logged.checkpoints, *logged.versions})],
-        digest=logged.job_digest,
         series=series,
         first=min(logged.steps, default=None),
-        job=job_text(series.job),
+        job=yaml.safe_dump(series.job.to_yaml_mapping(), sort_keys=False, allow_unicode=True),
         release=version("bombus"),
         title=title,
         end=end,
     )
-
-
-def job_text(job: RunConfig) -> str:
-    """Return a job as the YAML file that would start it again."""
-    text: str = yaml.safe_dump(job.to_yaml_mapping(), sort_keys=False, allow_unicode=True)
-    return text
 
 
 def _summary(series: RunSeries) -> str:

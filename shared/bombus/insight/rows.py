@@ -23,7 +23,7 @@ from bombus.insight.tables import OF_EVENTS, TABLES, TableRow, Write
 from bombus.replay.audit.audit import CALLS_KEPT
 from bombus.replay.source import Source
 
-ROWS_AT_ONCE = 32_768  # rows that are kept as Python objects before they become an Arrow batch
+EVENTS_AT_ONCE = 32_768  # whose rows are Python objects before they become an Arrow batch
 
 
 _KINDS = {each: kind_of(each) for each in ev.AnyEvent.__args__}
@@ -50,12 +50,12 @@ class LogRows:
         run = f"{event.engine}-{number}" if number else None
         if self._events is not None:
             self._events.append((seq, event.at_ns, event.engine, run, _KINDS[kind], self._json(event)))
-            if len(self._events) >= ROWS_AT_ONCE:
-                self._flush()
         if self._figures or kind in OF_RUNS:
             self.runs.note(seq, event)
         if (handle := self._handlers.get(kind)) is not None:
             handle(self, run or "", seq, event)
+        if seq % EVENTS_AT_ONCE == 0:
+            self._flush()
 
     def finish(self) -> None:
         """Write the rows that are left: of what has not ended yet, of runs, and the figures of their steps."""
@@ -88,8 +88,6 @@ class LogRows:
         """Move a row that no event will change to those that are written."""
         if (row := self._episodes.pop(name, None)) is not None:
             self._rows["episodes"].append(msgspec.structs.astuple(row))
-            if len(self._rows["episodes"]) >= ROWS_AT_ONCE:
-                self._flush()
 
     def _claim(self, run: str, seq: int, event: ev.EpisodeClaimed) -> None:
         for name in event.episodes:
@@ -117,8 +115,6 @@ class LogRows:
                     row.calls += 1
             rows.append((seq, event.at_ns, run, call.episode, ref.id, outcome, *_of_call(call), ref.seq, ref.digest))
         trim(self._calls, CALLS_KEPT)
-        if len(rows) >= ROWS_AT_ONCE:
-            self._flush()
 
     def _end(self, run: str, seq: int, event: ev.EpisodeEnded) -> None:
         for outcome in event.outcomes:

@@ -1,7 +1,7 @@
 """The runs of a log that train on jobs, each folded into figures by step."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -111,15 +111,13 @@ class Runs:
         )
 
 
-async def read_runs(source: Source, until: int | None = None, progress: Callable[[int], None] | None = None) -> Runs:
-    """Read the runs of a log, up to and including event `until` (default: the end). Raises `LogCorrupted`."""
+async def read_runs(source: Source) -> Runs:
+    """Read the runs of a log. Raises `LogCorrupted`."""
     hive, position = await source.base()
     runs = Runs(hive)
-    async with aclosing(source.events(position, until)) as entries:
+    async with aclosing(source.events(position)) as entries:
         async for entry in entries:
             runs.note(entry.seq, entry.event)
-            if progress is not None:
-                progress(entry.seq)
     return runs
 
 

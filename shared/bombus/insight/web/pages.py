@@ -14,11 +14,15 @@ from starlette.routing import Route
 
 from bombus.errors import BombusError
 from bombus.figures import duration
+from bombus.insight.charts import AXES, CHARTS, Axis
+from bombus.insight.drawing import theme
 from bombus.insight.record import DIGITS_MAX, Moment, Record
 from bombus.insight.watch import LogWatch
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.moments import clock, date
 from bombus.replay.source import NotOnLog, Source
+
+ON_PAGE = {"config": theme("currentColor")}  # of a chart
 
 
 class Visit(msgspec.Struct):
@@ -51,6 +55,12 @@ class Visit(msgspec.Struct):
     def steps(self, series: RunSeries) -> list[StepFigures]:
         """Return the steps that a run had completed by the position that is shown."""
         return [row for row in series.steps if row.done_seq <= self.position]
+
+    @property
+    def axis(self) -> Axis:
+        """The horizontal axis of charts that the URL names, or steps."""
+        asked = self.request.query_params.get("axis", "")
+        return next((axis for axis in AXES if axis == asked), "step")
 
     def number(self, name: str) -> int | None:
         """Return a parameter of the URL that is a natural number, or None if it is missing or is not one."""
@@ -120,7 +130,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.globals["vega"] = version("vl-convert-python")
+    found.globals |= {"vega": version("vl-convert-python"), "charts": CHARTS, "axes": AXES}
     found.filters |= {
         "clock": lambda at_ns: clock(at_ns)[:8],
         "date": date,
