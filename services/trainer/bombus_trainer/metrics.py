@@ -34,7 +34,7 @@ class TrainerMetrics:
         self._steps.inc()
         for name, value in metrics.items():
             if name.startswith(SECONDS):
-                self._seconds.labels(self._engine, name.removeprefix(SECONDS)).inc(value)
+                self._seconds.labels(self._engine, name.removeprefix(SECONDS)).inc(max(0.0, value))
         for name, gauge in self._newest.items():
             gauge.clear()
             if name in metrics:
