@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -24,7 +25,7 @@ from bombus.cli import main
 from bombus.commands.audit import audited
 from bombus.hive.events import EpisodeClaimed
 from bombus.hive.state import Hive
-from bombus.insight.database import LogDatabase
+from bombus.insight.database import LogDatabase, QueryRefused
 from bombus.insight.metrics import evaluation_metrics, step_metrics
 from bombus.insight.rows import LogRows
 from bombus.insight.runs import read_runs
@@ -234,6 +235,9 @@ def test_a_query_that_is_wrong_is_refused_in_one_sentence(capsys: Capture) -> No
     assert "syntax error" in refused(capsys, "SELEC 1")
     assert '"rewards" not found' in refused(capsys, "SELECT rewards FROM episodes")
     assert "--tables" in refused(capsys, "FROM nothing")
+    for form in ((), ("--json",), ("--csv",)):
+        assert main(["sql", "--log", str(TINY), "-- nothing", *form]) == 1
+        assert capsys.readouterr().err == "bombus sql: the query is empty\n"
 
 
 # ---- what is printed and written ----------------------------------------------------------------------------------
@@ -256,6 +260,13 @@ def test_the_same_rows_are_printed_and_written_in_every_form(capsys: Capture, tm
         assert file.read_all() == parquet
     assert [*csv.DictReader((tmp_path / "rows.csv").open())] == lines
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.arrow", "rows.csv", "rows.parquet"]
+
+
+def test_a_file_that_cannot_hold_a_type_is_refused_in_one_sentence(capsys: Capture, tmp_path: Path) -> None:
+    query = "SELECT ended - claimed AS time FROM episodes"
+    assert main(["sql", "--log", str(TINY), query, "--out", str(tmp_path / "rows.parquet")]) == 1
+    assert capsys.readouterr().err.startswith("bombus sql: Unhandled type")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_query_is_read_from_stdin(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,15 +298,45 @@ def test_a_terminal_gets_a_prompt_that_goes_on_after_a_mistake(tmp_path: Path) -
     command = [sys.executable, "-m", "bombus", "sql", "--log", str(TINY)]
     leader, follower = pty.openpty()
     with subprocess.Popen(command, stdin=follower, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        for line in ("SELEC;", ".tables", "SELECT 'it is ' ||", "  count(*) AS n", "FROM runs;", "\x04"):
-            os.write(leader, f"{line}\n".encode() if line != "\x04" else b"\x04")
+        for line in (
+            b"SELEC;",
+            b"\xff;",
+            b".tables",
+            b"SELECT 'it is ' ||",
+            b"  count(*) AS n",
+            b"FROM runs;",
+            b"\x04",
+        ):
+            os.write(leader, line if line == b"\x04" else line + b"\n")
         shown, _ = process.communicate(timeout=PATIENCE_S)
     os.close(leader)
     os.close(follower)
     assert process.returncode == 0
     text = shown.decode()
-    for part in ("bombus sql: Parser Error", "events: every event of the log", "it is 2"):
+    for part in ("bombus sql: Parser Error", "is not UTF-8", "events: every event of the log", "it is 2"):
         assert part in text
+
+
+def test_ctrl_c_ends_a_query_as_it_ends_what_is_typed() -> None:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with LogDatabase() as database:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                database.query("SELECT count(*) FROM range(1000000000000) a, range(1000) b")
+            assert database.query("SELECT 1").fetchone() == (1,)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_load_is_no_part_of_a_transaction() -> None:
+    with FileSource.open(TINY) as source, LogDatabase() as database:
+        database.query("BEGIN")
+        asyncio.run(database.load(source, {"metrics", "answers"}))
+        with pytest.raises(QueryRefused, match="no transaction is active"):
+            database.query("ROLLBACK")
+        for table in ("metrics", "answers"):
+            assert database.query(f"SELECT count(*) > 0 FROM {table}").fetchone() == (True,), table
 
 
 def test_a_database_is_kept_for_other_tools_and_never_written_over(capsys: Capture, tmp_path: Path) -> None:
@@ -306,6 +347,10 @@ def test_a_database_is_kept_for_other_tools_and_never_written_over(capsys: Captu
             assert connection.execute(f"FROM {name} LIMIT 1").fetchall(), name
     assert main(["sql", "--log", str(TINY), "--database", str(kept), "SELECT 1"]) == 1
     assert "exists already" in capsys.readouterr().err
+    for _ in range(2):
+        new = tmp_path / "new.duckdb"
+        assert main(["sql", "--log", str(tmp_path / "none"), "--database", str(new), "SELECT 1"]) == 1
+        assert "there is no file" in capsys.readouterr().err
 
 
 def test_the_tables_are_described(capsys: Capture) -> None:

@@ -8,7 +8,6 @@ import os
 import shutil
 import sqlite3
 import sys
-from code import InteractiveConsole
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -27,7 +26,7 @@ from bombus.insight.tables import OF_EVENTS, TABLES
 from bombus.private import private_folder
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.running import BadUsage, reported
-from bombus.terminal import json_escaped, say
+from bombus.terminal import complain, json_escaped, say
 
 DESCRIPTION = """Queries the log of a hive with SQL (DuckDB's): its runs, steps, episodes, calls, exact tokens and
 figures. docs/sql.md has queries for common questions. A query reads no files, and cannot change the hive."""
@@ -77,32 +76,33 @@ def _query(arguments: argparse.Namespace) -> None:
     is_typed = not arguments.query and sys.stdin.isatty()
     with LogDatabase(arguments.database) as database:
         if is_typed and arguments.database is None:
-            _load(database, arguments, {"runs"})  # which says at once if there is no log
-            hint = "A query ends with a semicolon. `.tables` describes the tables, and Ctrl-D ends."
-            _Prompt(partial(_answer, database, arguments)).interact(hint, exitmsg="")
+            _prompt(database, arguments)
         else:
             _answer(database, arguments, arguments.query or ("" if is_typed else sys.stdin.read()))
 
 
-class _Prompt(InteractiveConsole):
-    """Answers queries that are typed, until Ctrl-D."""
+def _prompt(database: LogDatabase, arguments: argparse.Namespace) -> None:
+    """Answer queries that are typed, until Ctrl-D."""
+    import readline  # noqa: F401 - `input` edits lines with it, and keeps a history
 
-    def __init__(self, answer: Callable[[str], None]) -> None:
-        import readline  # noqa: F401 - `input` edits lines with it, and keeps a history
-
-        super().__init__()
-        self._answer = answer
-        sys.ps1, sys.ps2 = "sql> ", "...> "
-
-    def runsource(self, source: str, filename: str = "", symbol: str = "") -> bool:
-        """Answer a query. Return whether it goes on in another line."""
-        if source.strip() == ".tables":
-            say(*_described())
-        elif source.strip() and not sqlite3.complete_statement(source):
-            return True
-        elif source.strip():
-            reported("bombus sql", partial(self._answer, source))
-        return False
+    _load(database, arguments, {"runs"})  # which says at once if there is no log
+    say("A query ends with a semicolon. `.tables` describes the tables, and Ctrl-D ends.")
+    while True:
+        try:
+            text = input("sql> ")
+            while text.strip() and text.strip() != ".tables" and not sqlite3.complete_statement(text):
+                text += "\n" + input("...> ")
+            if text.strip() == ".tables":
+                say(*_described())
+            elif text.strip():
+                reported("bombus sql", partial(_answer, database, arguments, text))
+        except UnicodeError:
+            complain("bombus sql: what was typed is not UTF-8")
+        except KeyboardInterrupt:
+            say("")
+        except EOFError:
+            say("")
+            return
 
 
 def _load(database: LogDatabase, arguments: argparse.Namespace, wanted: set[str]) -> None:
@@ -111,7 +111,8 @@ def _load(database: LogDatabase, arguments: argparse.Namespace, wanted: set[str]
             await database.load(source, wanted)
 
     if wanted - database.loaded:
-        asyncio.run(load())
+        with refusing():  # such as in a transaction that has failed
+            asyncio.run(load())
 
 
 def _answer(database: LogDatabase, arguments: argparse.Namespace, text: str) -> None:

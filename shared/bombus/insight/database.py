@@ -4,7 +4,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,7 +81,7 @@ class LogDatabase:
         self.runs: Runs | None = None
         self._connection = duckdb.connect(":memory:" if path is None else str(path), config=config)
         self.loaded: set[str] = set()
-        self._is_in_memory = path is None
+        self._path = path
         self._batches: dict[str, list[pa.RecordBatch]] = {}  # of tables that are not copied
         self._connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         for name in TABLES.keys() - {"tokens"}:
@@ -95,10 +95,14 @@ class LogDatabase:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
         self._spill.cleanup()
+        if self._path is not None and not self.loaded:  # as when there is no such log
+            self._path.unlink(missing_ok=True)
 
     async def load(self, source: Source, wanted: Collection[str], episode: str | None = None) -> None:
         """Load those of the wanted tables that are not loaded yet; of answers and tokens, only those of `episode` if it
         is given."""
+        with suppress(duckdb.TransactionException):  # there is none
+            self._connection.execute("COMMIT")  # else a rollback would undo the load as well
         needed = {*wanted} - self.loaded
         answers = needed & {"answers", "tokens"}
         needed |= ({"calls", "episodes"} if answers else set()) | ({"runs"} if "samples" in needed else set())
@@ -106,10 +110,10 @@ class LogDatabase:
             self._batches = {}  # also of a load that was interrupted
             runs = await read_rows(source, folded, self._write)
             self.runs = runs if "metrics" in folded else self.runs
-            self.loaded |= folded
             for name, batches in self._batches.items():
                 self._connection.execute(f"DROP TABLE {name}")
                 self._connection.register(name, pa.Table.from_batches(batches))
+            self.loaded |= folded
         if answers:
             unread = self._connection.execute(_UNREAD, {"episode": episode}).fetchall()
             await _read_answers(source, [(CallRef(*ref), learnt) for *ref, learnt in unread], self._write)
@@ -122,7 +126,7 @@ class LogDatabase:
 
     def _write(self, name: str, rows: Sequence[TableRow]) -> None:
         batch = TABLES[name].batch(rows)
-        if self._is_in_memory and name in OF_EVENTS:
+        if self._path is None and name in OF_EVENTS:
             self._batches.setdefault(name, []).append(batch)
         else:
             self._connection.register("_rows", pa.Table.from_batches([batch]))
@@ -138,7 +142,10 @@ class LogDatabase:
     def query(self, text: str) -> duckdb.DuckDBPyConnection:
         """Run a query, and return its result, from which rows are fetched. Raises `QueryRefused`."""
         with refusing():
-            return self._connection.execute(text)
+            found: duckdb.DuckDBPyConnection | None = self._connection.execute(text)
+            if found is None:
+                raise QueryRefused("the query is empty")
+            return found
 
     def relation(self, text: str, parameters: dict[str, Any] | None = None) -> duckdb.DuckDBPyRelation:
         """Return a query that can be shown and read as Arrow, while `refusing`. Raises `QueryRefused`."""
@@ -237,8 +244,12 @@ def refusing() -> Iterator[None]:
         raise QueryRefused(f"{_sentence(error)}; `bombus sql --tables` describes the tables") from error
     except BrokenPipeError:  # the reader of our output is gone
         raise
-    except (duckdb.Error, OSError) as error:  # an Arrow reader raises OSError
+    except (duckdb.Error, pa.ArrowException, OSError) as error:  # an Arrow reader raises OSError
         raise QueryRefused(_sentence(error)) from error
+    except RuntimeError as error:
+        if "interrupted" in str(error):  # so DuckDB says that Ctrl-C was pressed
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _sentence(error: Exception) -> str:
