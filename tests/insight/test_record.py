@@ -1,15 +1,19 @@
 """The state of a log at any position, from keyframes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import pytest
 
 from bombus.bus import Bus
+from bombus.hive.events import AnyEvent
 from bombus.hive.state import Hive
 from bombus.insight.keyframes import Keyframes, moment_at
 from bombus.insight.record import Moment, Record
 from bombus.replay.archive import FileSource
+from bombus.replay.diagnosis.steps import StepFigures
 from bombus.replay.source import BusSource, NotOnLog, state_at
 from tests.insight.long_log import story_events, write_archive, write_events
 
@@ -105,3 +109,18 @@ async def test_a_log_that_grows_is_read_on(bus: Bus) -> None:
     assert [entry.seq async for entry in source.events()] == [1, 2, 3]
     source.extend(6, events[-1].at_ns)
     assert [entry.event async for entry in source.events(3)] == events[3:]
+
+
+def test_findings_that_are_forgotten_while_a_thread_collects_them_are_no_error() -> None:
+    record = Record(Hive(), 0)
+    for seq, event in enumerate(story_events(3), 1):
+        record.fold(seq, cast(AnyEvent, event), event.at_ns)
+    series = record.runs.series["main-1"]
+
+    class Forgetting(list[StepFigures]):
+        def __iter__(self) -> Iterator[StepFigures]:
+            yield from super().__iter__()
+            record.examine_again(series, 0)
+
+    record.findings(series, Forgetting(series.steps))
+    record.findings(series, series.steps)

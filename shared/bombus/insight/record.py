@@ -112,16 +112,17 @@ class Record:
     def findings(self, series: RunSeries, steps: Sequence[StepFigures]) -> list[RunFinding]:
         """Return what is wrong with the learning of a run, judging by its first `steps`. Each step is examined once."""
         known = self._found.setdefault(series.name, {})
+        found = []  # `known` may lose some: this runs in a thread
         for end, row in enumerate(steps, 1):
-            if row.done_seq not in known:
-                known[row.done_seq] = at_step(steps, end, series.job)
-        return merged(steps, [known[row.done_seq] for row in steps])
+            if (each := known.get(row.done_seq)) is None:
+                each = known[row.done_seq] = at_step(steps, end, series.job)
+            found.append(each)
+        return merged(steps, found)
 
     def examine_again(self, series: RunSeries, since: int) -> None:
         """Forget the findings of the steps from event `since` on, whose answers are known by now."""
-        known = self._found.get(series.name, {})
-        for seq in [seq for seq in list(known) if seq >= since]:  # a thread may add some
-            del known[seq]
+        known = [*self._found.get(series.name, {}).items()]  # a thread that examines steps goes on with the old ones
+        self._found[series.name] = {seq: found for seq, found in known if seq < since}
 
     def runs_at(self, position: int) -> list[RunSeries]:
         """Return the runs that had started by a position, oldest first."""
