@@ -9,6 +9,7 @@ import nats
 import pytest
 
 from bombus.bus import TRACEPARENT, BlobMissing, Blobs, Bus, EmbeddedServer, Reader
+from bombus.bus.connection import _close
 from bombus.bus.server import find_server
 from bombus.config.streams import StreamLimits
 from bombus.errors import BusUnavailable, LogCorrupted, Refused
@@ -365,3 +366,13 @@ async def test_a_server_is_reached_by_websocket(tmp_path: Path) -> None:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def test_a_connection_that_was_lost_with_unsent_data_is_closed_without_an_error() -> None:
+    class Lost:
+        _reconnection_task = None
+
+        async def close(self) -> None:
+            raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")  # as uvloop's does
+
+    await _close(Lost())

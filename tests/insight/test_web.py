@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from bombus.bus import Bus
+from bombus.bus import Bus, EmbeddedServer
 from bombus.commands import web
 from bombus.config.flags import Parser
 from bombus.hive import events as ev
@@ -134,6 +134,29 @@ async def test_a_running_hive_is_followed_and_the_page_is_told_that_there_is_som
         earlier = (await client.get("/", params={"at": 30})).text
         assert f"30 of {len(events)}" in earlier
         assert (await client.get("/run/main-1")).status_code == 200
+
+
+async def test_an_idle_hive_that_goes_on_at_another_address_is_found_there(
+    bus: Bus, crashing: tuple[EmbeddedServer, Bus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bombus.insight.watch.PAUSE_S", 0.0)
+    monkeypatch.setattr("bombus.insight.watch.RETRY_S", 0.0)
+    server, before = crashing
+    hives = iter([before, bus])
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Source]:
+        yield BusSource(next(hives), "hive", running=True)
+
+    events = list(story_events(2))
+    await write_events(before, events[:20])
+    await write_events(bus, events[:30])
+    async with served(opened) as (client, watch):
+        await ready(client, watch)
+        for _ in range(20):  # meanwhile, the page has looked for new events
+            await before.state(before.subjects.events_stream)
+        server.stop(timeout_s=2)
+        await until(lambda: watch.position == 30)
 
 
 async def test_a_burst_of_events_is_read_in_bulk_and_one_of_a_newer_release_is_left_out(

@@ -515,7 +515,7 @@ async def _connect(client: Any, **options: Any) -> None:
 
 
 async def _close(client: Any) -> None:
-    with suppress(OSError):  # raised for data that had not been sent when the connection was lost
+    with suppress(OSError, RuntimeError):  # for data that had not been sent when the connection was lost; uvloop's
         await client.close()
     await _end(client._reconnection_task)
 

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 IDLE_S = 300.0
 RETRY_S = 2.0
 PAUSE_S = 0.5  # between two times that new events are read, and that viewers are told of them
+SILENCE_S = 30.0  # without an event that is there, until the log is opened again
 SLICE = 256  # events that are folded before other tasks may go on
 MOMENTS_KEPT = 4
 
@@ -209,10 +210,17 @@ class LogWatch:
         while True:
             await asyncio.sleep(PAUSE_S)
             end = (await bus.state(bus.subjects.events_stream)).last_seq
+            if end == self.position:
+                continue  # a reader would wait for the next event, and for ever if the hive goes on at another address
             after = None if self._newest is None else self._newest.place
             async with Reader(bus, bus.subjects.events_stream, self.position + 1, after=after) as reader:
                 while True:
-                    for stored in await reader.read(SLICE):
+                    try:
+                        async with asyncio.timeout(SILENCE_S):
+                            new = await reader.read(SLICE)
+                    except TimeoutError:
+                        raise BusUnavailable(f"no event was read within {SILENCE_S:g} s") from None
+                    for stored in new:
                         self._take(stored)
                     if self.position >= end:
                         break
