@@ -28,8 +28,9 @@ from urllib.parse import urlsplit
 import psutil
 
 from bench.gateway import ANSWER, TOKENS, chat
-from bench.processes import cpu_ns
+from bench.processes import cpu_ns, process_of
 from bench.scripted import scripted_replica
+from bench.web import looking
 from bombus import AsyncSwarmClient, Job, SwarmError, Task, WorkflowOutput
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
@@ -37,7 +38,7 @@ from bombus.demo import hive
 from bombus.hive.events import AnyEvent, BatchReady, EpisodeEnded
 from bombus.machine.process import loop_factory
 
-SERVICES = ("gateway", "coordinator", "trainer", "nats-server")
+SERVICES = ("gateway", "coordinator", "trainer", "nats-server", "web")
 SAMPLE_S = 5.0
 SETTLE_S = 5.0  # before the first figure counts
 IDLE_S = 600.0
@@ -59,6 +60,7 @@ class Load:
     seconds: float
     engine_s: float
     gateways: int
+    page: str
 
 
 @dataclass
@@ -164,6 +166,7 @@ class Hive:
         self.backlog = 0  # messages of the inbox that were not decided, at most
         self.sealed: list[float] = []  # seconds from the newest end before a batch to the batch
         self.steps = 0
+        self.events = 0
         self._ended = 0
         self.follower = Follower(bus, self._on_event)
 
@@ -210,6 +213,9 @@ def tell(agents: Agents, hive: Hive, spent_ms: dict[str, float], calls: int, sec
         print(f"  {times} x {error}")
     cpu = ", ".join(f"{name} {ms / calls:.2f}" for name, ms in spent_ms.items())
     print(f"CPU of a call with its share of claims, ends and steps: {sum(spent_ms.values()) / calls:.2f} ms ({cpu})")
+    if page := spent_ms.get("web", 0.0):
+        print(f"the page takes {page / (sum(spent_ms.values()) - page):.1%} of what the others do")
+    print(f"{hive.events / seconds:,.0f} events a second")
     for name, points in hive.memory.items():
         print(f"memory {name:12} {points[-1][1]:6.0f} MB, {slope_per_hour(points):+7.1f} MB an hour in the second half")
     print(f"inbox: at most {hive.backlog} messages not decided")
@@ -230,8 +236,21 @@ async def run(load: Load) -> None:
             async with (
                 await Bus.connect(nats, "main") as bus,
                 scripted_replica(bus, "main", [ANSWER], delay_s=load.engine_s),
+                watched(load.page),
             ):
                 await measure(load, url, bus)
+
+
+@asynccontextmanager
+async def watched(path: str) -> AsyncIterator[None]:
+    """Have a page of the hive open for the block, unless the path is ""."""
+    if not path:
+        yield
+        return
+    web = psutil.Process(process_of(os.getpid(), "web"))
+    port = next(each.laddr.port for each in web.net_connections() if each.status == "LISTEN")
+    async with looking(f"http://127.0.0.1:{port}", path):
+        yield
 
 
 async def measure(load: Load, url: str, bus: Bus) -> None:
@@ -243,10 +262,12 @@ async def measure(load: Load, url: str, bus: Bus) -> None:
     agents.seen.seconds.clear()
     agents.seen.errors.clear()
     measured.sealed.clear()
+    first = measured.follower.position
     steps, before, began = measured.follower.hive.engine("main").step, measured.cpu_ms(), time.monotonic()
     watching = asyncio.create_task(measured.watch())
     await asyncio.wait({playing}, timeout=load.seconds)
     seconds, after = time.monotonic() - began, measured.cpu_ms()
+    measured.events = measured.follower.position - first
     measured.steps = measured.follower.hive.engine("main").step - steps
     calls = len(agents.seen.seconds["call"])
     for task in (watching, playing, following):
@@ -266,6 +287,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=5.0, help="before a call, on average (default %(default)s)")
     parser.add_argument("--minutes", type=float, default=1.0, help="default %(default)s")
     parser.add_argument("--engine-ms", type=float, default=50.0, help="for an answer (default %(default)s)")
+    parser.add_argument("--page", default="", metavar="PATH", help="have this page of the hive open, such as /")
     parser.add_argument("--gateways", type=int, default=1, metavar="N", help="default %(default)s")
     given = parser.parse_args()
     load = Load(
@@ -276,6 +298,7 @@ def main() -> None:
         seconds=60 * given.minutes,
         engine_s=given.engine_ms / 1e3,
         gateways=given.gateways,
+        page=given.page,
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run(load))

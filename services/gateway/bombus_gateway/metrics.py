@@ -5,7 +5,7 @@ Replicas choose their ports themselves, so `GET /metrics/replicas` tells Prometh
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from itertools import product
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -89,6 +89,16 @@ def families_of(hive: Hive, engines: Sequence[EngineState], streams: Mapping[str
         yield family(f"bombus_engine_{name}", text, ("engine",), [((each.name,), read(each)) for each in engines])
 
 
+class _EngineCalls(NamedTuple):
+    """What is counted of the calls of one engine."""
+
+    outcomes: Mapping[CallStatus, Counter]
+    seconds: Histogram
+    first_token: Histogram
+    prompt_tokens: Counter
+    completion_tokens: Counter
+
+
 class CallMetrics:
     """What a gateway counts of the requests that it answers."""
 
@@ -107,18 +117,27 @@ class CallMetrics:
         self._tokens = counter("tokens_total", "Tokens of recorded calls: prompt or completion.", "engine", "kind")
         self.refusals = counter("refusals_total", "Requests answered with an error, by its code.", "code")
         self.in_flight = Gauge("bombus_gateway_calls_in_flight", "Model calls that are open.", registry=registry)
-        for engine, outcome in product(engines, CallStatus):
-            self._outcomes.labels(engine, outcome)  # so that it does not appear only with the first such call
+        # Finding labels takes longer than counting. A series is there before the first such call.
+        self._of_engine = {engine: self._children(engine) for engine in engines}
+
+    def _children(self, engine: str) -> _EngineCalls:
+        return _EngineCalls(
+            {status: self._outcomes.labels(engine, status) for status in CallStatus},
+            self._seconds.labels(engine),
+            self._first_token.labels(engine),
+            self._tokens.labels(engine, "prompt"),
+            self._tokens.labels(engine, "completion"),
+        )
 
     def recorded(self, record: CallRecord) -> None:
         """Count a call that was recorded."""
-        engine, timings = record.engine, record.timings
-        self._outcomes.labels(engine, record.status).inc()
-        self._seconds.labels(engine).observe(seconds_between(timings.received_ns, timings.finished_ns))
+        counted, timings = self._of_engine[record.engine], record.timings
+        counted.outcomes[record.status].inc()
+        counted.seconds.observe(seconds_between(timings.received_ns, timings.finished_ns))
         if timings.first_token_ns:
-            self._first_token.labels(engine).observe(seconds_between(timings.received_ns, timings.first_token_ns))
-        self._tokens.labels(engine, "prompt").inc(record.prompt_tokens)
-        self._tokens.labels(engine, "completion").inc(record.completion_tokens())
+            counted.first_token.observe(seconds_between(timings.received_ns, timings.first_token_ns))
+        counted.prompt_tokens.inc(record.prompt_tokens)
+        counted.completion_tokens.inc(record.completion_tokens())
 
 
 class MetricsRoutes:
