@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 300.0
 RETRY_S = 2.0
-PAUSE_S = 0.5  # between two times that new events are read, and that viewers are told of them
+PAUSE_S = 1.0  # between two times that new events are read, and that viewers are told of them
 SILENCE_S = 30.0  # without an event that is there, until the log is opened again
 SLICE = 256  # events that are folded before other tasks may go on
 MOMENTS_KEPT = 4
