@@ -129,6 +129,19 @@ async def _guess(url: str, played: Counter[str]) -> None:
             await asyncio.sleep(1.0)
 
 
+async def _confirm(hive: SpreadHive, report: Report) -> None:
+    """Have the commands say the same: the log is whole, accounts for each token, and gives the last step's bytes."""
+    found = report.engines[ENGINE.name]
+    again = ("replay", "train", "--step", str(found.steps), "--engine", ENGINE.name)
+    codes = []
+    for command in (("log", "verify"), ("audit",), again):
+        code, output = await hive.bombus(*command)
+        codes.append(code)
+        if code:
+            report.wrong_in_hive.append(f"bombus {' '.join(command)}: {output}")
+    report.verified, found.trained_again = not codes[0], not codes[2]
+
+
 async def _broken(
     bus: Bus,
     network: Network,
@@ -178,7 +191,9 @@ async def _broken(
         await asyncio.wait_for(playing, QUIET_S)
         say(f"the network is whole again, step {made} is done, the agents have ended")
         await follower.wait_for(lambda hive: hive.engine(ENGINE.name).batch is None, QUIET_S)
-        return await audit(bus, {ENGINE.name: agents.ledger})
+        report = await audit(bus, {ENGINE.name: agents.ledger})
+        await _confirm(hive, report)
+        return report
     finally:
         following.cancel()
         guessing.cancel()

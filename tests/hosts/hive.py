@@ -67,6 +67,16 @@ class SpreadHive:
             self._signal(host, signal.SIGKILL)
         await asyncio.gather(*self._keeping, return_exceptions=True)
 
+    async def bombus(self, *arguments: str) -> tuple[int, str]:
+        """Run a `bombus` command on the hive's bus. Returns its exit code and what it has printed."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "bombus", *arguments, "--nats", self.bus,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, output.decode()
+
     def _signal(self, host: str, number: signal.Signals) -> None:
         with contextlib.suppress(KeyError, ProcessLookupError):
             self._processes[host].send_signal(number)
