@@ -1,9 +1,10 @@
-"""What `tests.chaos` and `tests.fuzz` begin with: a seed, a folder for the run, and lines with the time."""
+"""What long runs begin with (a seed, a folder, and lines with the time), and how they end."""
 
 import logging
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -19,3 +20,14 @@ def begin(name: str, seed: int | None) -> tuple[int, Path, Callable[[str], None]
         print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True)
 
     return seed, folder, say
+
+
+def end(folder: Path, wrong: Sequence[str]) -> int:
+    """Print what went wrong and return the exit status. The folder is kept only if something did."""
+    for each in wrong:
+        print(f"WRONG {each}")
+    if wrong:
+        print(f"everything is kept in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0

@@ -2,12 +2,11 @@
 
 import argparse
 import asyncio
-import shutil
 import sys
 from pathlib import Path
 
 from tests.chaos.run import run, summary
-from tests.long_runs import begin
+from tests.long_runs import begin, end
 
 
 def main() -> int:
@@ -29,16 +28,10 @@ def main() -> int:
     seed, folder, say = begin("chaos", arguments.seed)
     outcome = asyncio.run(run(folder, arguments.kills, seed, say, arguments.broken_replica, arguments.other))
     print(summary(outcome))
-    for wrong in outcome.report.wrong:
-        print(f"WRONG {wrong}")
     for engine, agents in outcome.agents.items():
         for trouble, count in agents.ledger.troubles.most_common(5):
             print(f"  seen by agents of {engine} {count:5} times: {trouble}")
-    if outcome.report.wrong:
-        print(f"everything is kept in {folder}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
+    return end(folder, outcome.report.wrong)
 
 
 if __name__ == "__main__":

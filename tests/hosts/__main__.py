@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import itertools
 import random
-import shutil
 import signal
 import sys
 from collections import Counter
@@ -25,7 +24,7 @@ from tests.chaos.audit import audit
 from tests.chaos.report import Report, lines
 from tests.hosts.hive import BUSES, ENGINE, FAKETIME, SERVICES, SpreadHive
 from tests.hosts.network import Network
-from tests.long_runs import begin
+from tests.long_runs import begin, end
 
 HOSTS = (*BUSES, *SERVICES)
 CLOCKS = {"gateway": 60, "trainer": -60, "replica-2": 30}
@@ -212,13 +211,7 @@ def main() -> int:
     report, hive = asyncio.run(run(folder, seed, arguments.share, say))
     print(f"processes that ended and were started again: {hive.restarts}")
     print("\n".join(lines(report)))
-    for wrong in report.wrong:
-        print(f"WRONG {wrong}")
-    if report.wrong:
-        print(f"everything is kept in {folder}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
+    return end(folder, report.wrong)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 import argparse
 import asyncio
-import shutil
 import sys
 
-from tests.long_runs import begin
+from tests.long_runs import begin, end
 from tests.power.cuts import run
 
 
@@ -20,14 +19,9 @@ def main() -> int:
         f"{outcome.cuts} cuts; {outcome.acknowledged} claims, calls and ends acknowledged before the last; "
         f"{outcome.unanswered} commands unanswered at cuts; after {outcome.inbox_behind} the log was ahead of the inbox"
     )
-    for wrong in outcome.wrong:
-        print(f"WRONG {wrong}")
-    if outcome.wrong:
-        print(f"what the cuts have left is in {folder}")
-        return 1
-    shutil.rmtree(folder)
-    print("nothing lost, nothing doubled")
-    return 0
+    if not outcome.wrong:
+        print("nothing lost, nothing doubled")
+    return end(folder, outcome.wrong)
 
 
 if __name__ == "__main__":

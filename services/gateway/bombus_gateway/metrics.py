@@ -45,7 +45,7 @@ OF_ENGINES: Mapping[str, tuple[str, Callable[[EngineState], float]]] = {
     "pool_size_bytes": ("The size of the calls of these episodes.", lambda engine: engine.pool_bytes),
     "waiting_operations": ("Training operations that wait.", lambda engine: engine.clients.waiting),
 }
-# What each engine has a value of for each value of another label.
+# The metrics of engines that have another label: their help, the label, and the values by label.
 BY_LABEL: Mapping[str, tuple[str, str, Callable[[EngineState], Mapping[str, float]]]] = {
     "phase": (
         "1 for the phase that an engine is in, 0 for others.",

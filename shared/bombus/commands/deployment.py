@@ -140,7 +140,7 @@ def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[T
 
 
 def bus_address(nats: str) -> str:
-    """Return the address of the bus, given as in a cluster file, which may say that it is in the environment."""
+    """Return the address of the bus that a cluster file gives, which may be `$BOMBUS_NATS`."""
     if nats != BUS_OF_ENVIRONMENT:
         return nats
     if not os.environ.get(VARIABLE):

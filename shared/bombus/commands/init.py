@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from bombus.bus.accounts import accounts
+from bombus.bus.server import MAX_PENDING_BYTES
 from bombus.bus_address import VARIABLE, BusUser, check_bus_address, has_login, user_name
 from bombus.commands.deployment import bus_address, document
 from bombus.config.flags import name_of
@@ -136,7 +137,7 @@ def _server_config(store: Path) -> str:
 # Written once by bombus init. It may be changed, for instance for a cluster of three servers.
 port: 4222
 max_payload: {PAYLOAD_BYTES}
-max_pending: {64 << 20}
+max_pending: {MAX_PENDING_BYTES}
 write_deadline: "10s"
 jetstream {{ store_dir: {json.dumps(str(store), ensure_ascii=False)}, sync_interval: "1s" }}
 accounts {{ include "accounts.conf" }}

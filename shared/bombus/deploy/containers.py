@@ -54,8 +54,9 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def health(self) -> str:
-        """Return the URL that answers while the process runs, be it that a key is missing."""
-        path = "/health" if self.kind == "gateway" else "/metrics"
+        """Return the URL that answers while the process runs, if only that a key is missing. A replica's `/health`
+        would also ask for weights."""
+        path = "/metrics" if self.kind == "inference" else "/health"
         return f"http://127.0.0.1:{self.port}{path}"
 
 

@@ -12,7 +12,6 @@ from bombus.deploy.containers import (
     CONFIG_FOLDER,
     DATA,
     GRACE_S,
-    HEALTHY,
     USER,
     Container,
     containers,
@@ -28,6 +27,7 @@ KEYS, BUS = "bombus-keys", "bombus-bus"  # the secrets, which are made beforehan
 CALLS_IN_FLIGHT = "bombus_gateway_calls_in_flight"
 DRAIN_S = 5  # a gateway that stops still gets requests until its endpoint is gone everywhere
 POD_NAME = "POD_NAME"
+OWN_NAME = {"name": POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
 
 
 def render(cluster: Cluster, jobs: Jobs) -> Mapping[str, str]:
@@ -95,7 +95,6 @@ def _variables(given: Mapping[str, str]) -> list[Tree]:
 
 def _nats(cluster: Cluster) -> list[Tree]:
     labels = _labels(cluster, "nats")
-    own = {"name": POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     given = _variables(nats.variables(f"$({nats.PASSWORD})", f"$({POD_NAME})", _hosts()))
     ports = {"client": nats.PORT, "route": nats.ROUTE_PORT, "monitor": nats.MONITOR_PORT}
     probe = {"httpGet": {"path": "/healthz", "port": "monitor"}}
@@ -103,17 +102,10 @@ def _nats(cluster: Cluster) -> list[Tree]:
         "name": "nats",
         "image": cluster.deploy.nats_image,
         "args": ["--config", f"{nats.FOLDER}/{nats.CONFIG}"],
-        "env": [_secret(nats.PASSWORD, BUS, nats.PASSWORD), own, *given],
+        "env": [_secret(nats.PASSWORD, BUS, nats.PASSWORD), OWN_NAME, *given],
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
         # A server that is alone reads its streams and waits: only one whose JetStream has failed is restarted.
-        "startupProbe": {
-            "httpGet": {"path": "/healthz?js-server-only=true", "port": "monitor"},
-            "failureThreshold": 60,
-        },
-        "livenessProbe": {
-            "httpGet": {"path": "/healthz?js-server-only=true", "port": "monitor"},
-            "failureThreshold": 6,
-        },
+        **_watched({"httpGet": {"path": "/healthz?js-server-only=true", "port": "monitor"}}),
         "readinessProbe": probe,
         "securityContext": _confined(),
         "volumeMounts": [{"name": "config", "mountPath": nats.FOLDER}, {"name": "store", "mountPath": nats.STORE}],
@@ -192,7 +184,6 @@ def _service(cluster: Cluster, container: Container) -> Iterable[Tree]:
 
 
 def _container(cluster: Cluster, container: Container) -> Tree:
-    own = {"name": POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     named = ["--name", f"$({POD_NAME})"] if container.kind == "coordinator" else []
     mounts: list[Tree] = [{"name": "tmp", "mountPath": "/tmp"}]
     if container.writes or container.reads:
@@ -203,7 +194,7 @@ def _container(cluster: Cluster, container: Container) -> Tree:
         **({"command": list(container.program)} if container.program else {}),
         "args": [*(_literal(word) for word in container.arguments), *named],
         "env": [
-            *([own] if named else []),
+            *([OWN_NAME] if named else []),
             *_variables(container.environment),
             *_bus(cluster),
             *(_secret(name, KEYS, name) for name in container.secrets),
@@ -222,19 +213,22 @@ def _container(cluster: Cluster, container: Container) -> Tree:
 
 
 def _probes(container: Container) -> Tree:
-    """Return the probes. Coordinators and trainers have only metrics, which need a key: any answer will do."""
-    if container.kind not in ("gateway", "inference"):
-        alive: Tree = {"exec": {"command": [HEALTHY, container.health]}, "timeoutSeconds": 10}
-        return {"startupProbe": {**alive, "failureThreshold": 60}, "livenessProbe": {**alive, "failureThreshold": 6}}
-    alive = {"httpGet": {"path": "/health", "port": "http"}, "timeoutSeconds": 10}
-    ready = {"httpGet": {"path": "/ready" if container.kind == "gateway" else "/health", "port": "http"}}
-    if container.kind == "inference":  # it answers with 503 until the first weights are there, which is no failure
-        alive = {"tcpSocket": {"port": "http"}}
-    return {
-        "startupProbe": {**alive, "failureThreshold": 60},
-        "livenessProbe": {**alive, "failureThreshold": 6},
-        "readinessProbe": {**ready, "timeoutSeconds": 10},
-    }
+    """Return the probes. A replica's `/health` is 503 until the first weights are there, which is no failure."""
+
+    def answers(path: str) -> Tree:
+        return {"httpGet": {"path": path, "port": "http"}, "timeoutSeconds": 10}
+
+    match container.kind:
+        case "gateway":
+            return {**_watched(answers("/health")), "readinessProbe": answers("/ready")}
+        case "inference":
+            return {**_watched({"tcpSocket": {"port": "http"}}), "readinessProbe": answers("/health")}
+    return _watched(answers("/health"))
+
+
+def _watched(alive: Tree) -> Tree:
+    """Return the probes that restart a container which does not answer, with more time while it starts."""
+    return {"startupProbe": {**alive, "failureThreshold": 60}, "livenessProbe": {**alive, "failureThreshold": 6}}
 
 
 def _pod(containers: list[Tree], grace_s: int) -> Tree:
