@@ -1,7 +1,8 @@
 """Commands per second through the coordinator: inbox, decision, event, answer, on a real log.
 
-Two processes, as in production: the coordinator in its own, the clients in this one. The second table has other claims
-waiting in the queue, for room that is not there: each command asks for the next claim.
+Two processes, as in production: the coordinator in its own, the clients in this one. Then come calls that gateways
+note, and last claims with others before them in the queue, for room that is not there: each command asks for the next
+claim.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from bench.processes import cpu_s
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.follow import Follower
 from bombus.hive import inbox
-from bombus.hive.events import Collection, Weights
+from bombus.hive.events import Collection, NotedCall, Weights
+from bombus.hive.records import CallRef
 from bombus.hive.state import Phase
 
 HIVE, ENGINE, FULL = "bench", "main", "full"
@@ -77,6 +79,29 @@ async def measure(bus: Bus, waiting: int, seconds: float, pid: int, label: str) 
     spent = (cpu_s(pid) - before) / count * 1e6
     print(f"{label:>12} {rate:9.0f}/s  p50 {p50:6.2f} ms  p99 {p99:6.2f} ms  coordinator CPU {spent:5.0f} us a command")
     return rate
+
+
+async def measure_calls(bus: Bus, seconds: float, pid: int) -> None:
+    """Note calls of open episodes, in bunches of a thousand."""
+    episodes = []
+    for number in range(WORKERS):
+        granted = await bus.inbox.request(inbox.Claim(id=f"n{number}", engine=ENGINE, claim=f"n{number}", client="c"))
+        assert isinstance(granted, inbox.Granted)
+        episodes.append(granted.episodes[0])
+    count, began, before = 0, time.perf_counter(), cpu_s(pid)
+    while time.perf_counter() - began < seconds:
+        async with asyncio.TaskGroup() as sending:
+            for episode in episodes * 32:
+                count += 1
+                ref = CallRef(count, f"call-{count}", count.to_bytes(16))
+                noted = NotedCall(episode, ref, 1_000, 250, 7, 7, merged=True)
+                message = inbox.CallRecorded(id=f"r{count}", engine=ENGINE, run=1, call=noted)
+                sending.create_task(bus.inbox.send(message))
+    # Its answer says that all before it is decided.
+    result = inbox.EpisodeResult(episode=episodes[0], task="noted", reward=1.0)
+    await bus.inbox.request(inbox.End(id="noted", engine=ENGINE, client="c", results=(result,)), WAIT_S)
+    rate = count / (time.perf_counter() - began)
+    print(f" calls noted {rate:9.0f}/s  coordinator CPU {(cpu_s(pid) - before) / count * 1e6:5.0f} us a call")
 
 
 async def claimed(bus: Bus, claim: str, client: str, count: int = 1) -> str:
@@ -140,6 +165,7 @@ async def run(seconds: float, power: bool) -> None:
                 await boot(bus, follower, ENGINE, 100_000)
                 rates = [await measure(bus, n, seconds, coordinator.pid, f"{n} waiting") for n in (1, 32, 256)]
                 print("ratios to one at a time: " + ", ".join(f"{rate / rates[0]:.1f}" for rate in rates))
+                await measure_calls(bus, seconds, coordinator.pid)
                 await boot(bus, follower, FULL, OPEN)
                 held = [await claimed(bus, f"w{number}", "workers") for number in range(WORKERS)]
                 await claimed(bus, "greedy", "greedy", OPEN - WORKERS)

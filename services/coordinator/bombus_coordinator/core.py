@@ -66,7 +66,7 @@ class Core:
         self.live.event_bytes_max = event_bytes_max
         self.live.released = self.hive.released
         self._follow_clients()
-        self._noted: dict[tuple[str, int], list[NotedCall]] = {}
+        self._noted: dict[tuple[str, int], dict[str, NotedCall]] = {}
         self._noted_seq = 0
 
     def open_epoch(
@@ -116,7 +116,7 @@ class Core:
             return
         decision = Decision(
             events=tuple(
-                ev.CallsNoted(at_ns=self.live.now_ns, engine=name, run=run, calls=tuple(calls))
+                ev.CallsNoted(at_ns=self.live.now_ns, engine=name, run=run, calls=tuple(calls.values()))
                 for (name, run), calls in noted.items()
             )
         )
@@ -207,10 +207,10 @@ class Core:
             return
         self._noted_seq = seq
         key = (message.engine, message.run)
-        pending = self._noted.setdefault(key, [])
-        call = episodes.note(self.hive.engine(message.engine), message)
-        if call is not None and all(other.ref.id != call.ref.id for other in pending):
-            pending.append(call)
+        pending = self._noted.setdefault(key, {})
+        call = episodes.note(self.hive.engine(message.engine), self.live, message)
+        if call is not None:
+            pending.setdefault(call.ref.id, call)
         if not pending:
             del self._noted[key]
         most = min(NOTED_MAX, self.live.event_bytes_max // (2 * NOTE_BYTES_MAX))

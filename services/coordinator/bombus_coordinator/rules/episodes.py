@@ -295,7 +295,7 @@ def lookup(engine: EngineState, live: Live, message: Lookup) -> Decisions:
     yield Decision(replies=(CommandReply(message.id, found),))
 
 
-def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
+def note(engine: EngineState, live: Live, message: CallRecorded) -> NotedCall | None:
     """Return the call as the log will note it, or None if it is from another run or has already been noted."""
     call = message.call
     if message.run != engine.run or call.ref.id in engine.noted:
@@ -305,8 +305,10 @@ def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
         return call
     if episode is None:
         return msgspec.structs.replace(call, late=True)
-    if any(noted.ref.id == call.ref.id for noted in episode.calls):
+    known = live.calls_of(episode)
+    if call.ref.id in known:
         return None
+    known.add(call.ref.id)
     return call
 
 

@@ -72,6 +72,7 @@ class Live(msgspec.Struct, kw_only=True):
     inherited: int = 0  # the newest inbox message when this epoch began
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # time of each episode's last activity
+    calls: dict[str, set[str]] = {}  # the ids of an open episode's calls, by episode
     unconfirmed: dict[str, Unconfirmed] = {}  # unconfirmed grants, by claim
     queues: dict[str, Queue] = {}  # waiting claims, by engine
     multi_model: dict[tuple[str, ...], Queue] = {}  # waiting multi-model claims, by engines; never empty
@@ -151,6 +152,14 @@ class Live(msgspec.Struct, kw_only=True):
             for episode in engine.open.values():
                 queue.opened(share_of(episode), 1)
         return queue
+
+    def calls_of(self, episode: Episode) -> set[str]:
+        """Return the ids of an open episode's calls, of those too that wait for their event: whoever notes a call adds
+        its id."""
+        known = self.calls.get(episode.id)
+        if known is None:
+            known = self.calls[episode.id] = {call.ref.id for call in episode.calls}
+        return known
 
     def opened(self, engine: str, share: Share, episodes: int) -> None:
         """Note that a share has this many more open episodes (fewer if negative)."""
@@ -236,3 +245,4 @@ class Live(msgspec.Struct, kw_only=True):
 
     def forget(self, episode: str) -> None:
         self.activity.pop(episode, None)
+        self.calls.pop(episode, None)
