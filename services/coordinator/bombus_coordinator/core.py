@@ -27,7 +27,7 @@ from bombus_coordinator.rules import (
     transitions,
 )
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
-from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.live import Live, ns
 from bombus_coordinator.rules.multi_model import claims as multi_model_claims
 from bombus_coordinator.rules.multi_model import outcomes as multi_model_outcomes
 from bombus_coordinator.rules.operations import endpoints, facts, queue, serving, sessions
@@ -178,6 +178,8 @@ class Core:
         """Update the live state that tracks open episodes. Call this before the event is folded."""
         if isinstance(event, ev.EpisodeClaimed):
             self.live.opened(event.engine, share_of(event), len(event.episodes))
+            idle_ns = event.at_ns + ns(event.discard_timeout_s)
+            self.live.idle_from_ns[event.engine] = min(idle_ns, self.live.idle_from_ns.get(event.engine, 0))
             if event.touches:
                 self.live.client_seen[event.client] = event.at_ns
         elif isinstance(event, ev.EpisodeEnded | ev.EpisodeAborted):

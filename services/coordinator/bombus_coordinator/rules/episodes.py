@@ -14,7 +14,7 @@ from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Fou
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Episode, Hive
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions
-from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.live import NEVER_NS, Live
 
 EPISODES_PER_COMMAND_MAX = 1024
 OUTCOMES_BYTES = 256 << 10  # approximate size of the outcomes in one event; the rest go into further events
@@ -336,9 +336,12 @@ def expire(hive: Hive, engine: EngineState, live: Live) -> Decisions:
     confirmed that it had received the answer to its claim."""
     now = live.now_ns
     yield from _expire_silent(engine, live)
-    idle = tuple(e.id for e in engine.open.values() if _idle_deadline_ns(hive, live, e) <= now)
-    if idle:
-        yield Decision(events=aborted(engine, live, idle, AbortReason.IDLE))
+    if live.idle_from_ns.get(engine.name, 0) <= now:
+        # Activity only postpones deadlines, so none of those that are left has passed before the first of them.
+        live.idle_from_ns[engine.name] = min(map(live.idle_deadline_ns, engine.open.values()), default=NEVER_NS)
+        idle = tuple(e.id for e in engine.open.values() if _idle_deadline_ns(hive, live, e) <= now)
+        if idle:
+            yield Decision(events=aborted(engine, live, idle, AbortReason.IDLE))
     for claim, grant in list(live.unconfirmed.items()):
         if grant.engine != engine.name or grant.until_ns > now:
             continue

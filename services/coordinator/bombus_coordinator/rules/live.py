@@ -20,6 +20,7 @@ CONFIRM_S = 5.0  # a grant is taken back unless its answer is confirmed within t
 REPLICA_LAPSE_S = 10.0
 AWAY_NS = 5_000_000_000  # a gap between ticks longer than this means that there was no bus or no leader
 GATEWAY_AWAY_NS = 2_500_000_000  # gateways send touches every second; after this long without any, all count as gone
+NEVER_NS = 1 << 62
 CATCH_UP = 10  # while the hive's time is ahead of the clock, one second in this many is skipped
 
 
@@ -72,6 +73,7 @@ class Live(msgspec.Struct, kw_only=True):
     inherited: int = 0  # the newest inbox message when this epoch began
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # time of each episode's last activity
+    idle_from_ns: dict[str, int] = {}  # no episode of this engine is idle for too long before
     calls: dict[str, set[str]] = {}  # the ids of an open episode's calls, by episode
     unconfirmed: dict[str, Unconfirmed] = {}  # unconfirmed grants, by claim
     queues: dict[str, Queue] = {}  # waiting claims, by engine
