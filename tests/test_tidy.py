@@ -94,6 +94,7 @@ WINGS = {
         "task_groups",
         "telemetry",
         "terminal",
+        "version",
     },
     "clients": {"curriculum", "demo", "environments", "rollout", "sdk", "slime", "tasks"},
     "operators": {"commands", "deploy", "export", "host", "insight", "replay", "runs"},
@@ -432,6 +433,7 @@ STDLIB_OF_HIVE |= {"re", "struct", "typing", "zlib"}
 
 # What is imported inside a function although it is a module of ours, by importing module, and why.
 LAZY_IMPORTS = {
+    ("bombus.cli", "bombus.version"): "what it needs would slow down the start of every command",
     ("bombus.commands.demo", "bombus.demo"): "needs the extra `demo`",
     ("bombus.commands.demo", "bombus.sdk"): "only with the demo",
     ("bombus.commands.demo", "bombus.weights"): "needs torch",

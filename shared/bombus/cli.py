@@ -197,9 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     first, rest = given[:1], given[1:]
     arguments = parser.parse_args(first)
     if arguments.version:
-        from importlib.metadata import version
+        from bombus.version import described
 
-        say(version("bombus"))
+        say(described())
         return 0
     if arguments.command is None:
         parser.print_help()

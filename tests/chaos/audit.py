@@ -13,6 +13,7 @@ from bombus.hive.fold.evolve import as_folded, evolve
 from bombus.hive.records import decode_record
 from bombus.hive.state import EngineState, Hive
 from bombus.replay import upkeep
+from bombus.replay.source import BusSource
 from bombus_inference.fetching import Fetcher
 from bombus_trainer.publish.checkpoint import verify
 from bombus_trainer.publish.step_checkpoint import read_step
@@ -23,7 +24,7 @@ from tests.chaos.report import EngineReport, Report
 
 async def audit(bus: Bus, ledgers: Mapping[str, Ledger]) -> Report:
     """Read the whole log and check it. The hive may run, but no agent may play."""
-    leaders = (await upkeep.verify(bus)).epochs
+    leaders = (await upkeep.check(BusSource(bus, "the log"))).epochs
     events = await _events(bus)
     report = Report(events=len(events), leaders=leaders)
     hive = Hive()

@@ -46,7 +46,7 @@ class Report:
     engines: dict[str, EngineReport] = field(default_factory=dict)
     events: int = 0  # of the log, when it was checked
     leaders: int = 0
-    verified: bool = False  # by `bombus log verify`, with the state that the last leader had
+    verified: bool = False  # by `bombus log check`, with the state that the last leader had
     wrong_in_hive: list[str] = field(default_factory=list)
 
     @property

@@ -225,11 +225,11 @@ async def _train_again(hive: RunningHive, engine: str, report: Report) -> None:
 
 async def _verify(hive: RunningHive, report: Report) -> None:
     """Check the log of a hive that was stopped in order, and that the state of its last leader is what it folds to."""
-    code, output = await hive.bombus("log", "verify")
+    code, output = await hive.bombus("log", "check")
     agreed = [int(found.replace(",", "")) for found in AGREED.findall(output)]
     report.verified = code == 0 and max(agreed, default=0) >= report.events
     if not report.verified:
-        report.wrong_in_hive.append(f"bombus log verify, after {report.events} events were checked: {output}")
+        report.wrong_in_hive.append(f"bombus log check, after {report.events} events were checked: {output}")
     code, output = await hive.bombus("audit")
     if code:
         report.wrong_in_hive.append(f"bombus audit: {output}")
@@ -249,7 +249,7 @@ def summary(outcome: Outcome) -> str:
                 for name, services in outcome.started.items()
             ),
             *lines(outcome.report),
-            f"multi-model episodes ended    {outcome.multi.ended:12}   (none in parts, by `bombus log verify`)",
+            f"multi-model episodes ended    {outcome.multi.ended:12}   (none in parts, by `bombus log check`)",
             f"seconds                 {outcome.seconds:12.0f}",
         ]
     )

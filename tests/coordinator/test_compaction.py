@@ -25,7 +25,7 @@ from bombus.hive.state import FOLD, Hive
 from bombus.hive.status.text import render_status
 from bombus.replay import upkeep
 from bombus.replay.segments import FolderSource, archived_up_to, segments
-from bombus.replay.source import state_at
+from bombus.replay.source import BusSource, state_at
 from bombus_coordinator import compaction
 from bombus_coordinator.compaction import Compaction, Cut, cut_of, usable
 from bombus_coordinator.preparing import Preparation, Prepared, prepare
@@ -232,12 +232,12 @@ async def test_a_hive_works_on_through_many_times_the_size_of_its_log(
 
 async def check_readers(bus: Bus, url: str, archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything that reads the beginning of a log reads that of a compacted one, and the folder of its archives."""
-    first = (await upkeep.verify(bus)).first
+    first = (await upkeep.check(BusSource(bus, "the log"))).first
     assert first > 1
     where = ["--nats", url, "--hive", bus.subjects.hive]
     exported = archive.parent / "rest.bombuslog"
     for words in (
-        ["log", "verify", *where],
+        ["log", "check", *where],
         ["log", "export", str(exported), *where],
         ["replay", "timeline", *where],
         ["replay", "timeline", "--log", str(exported)],
@@ -479,7 +479,7 @@ async def check_complete(bus: Bus, archive: Path) -> None:
     assert found[0].first == 1
     assert all(later.first == earlier.last + 1 for earlier, later in itertools.pairwise(found))
     assert found[-1].last >= state.first_seq
-    verified = await upkeep.verify(bus)
+    verified = await upkeep.check(BusSource(bus, "the log"))
     with FolderSource.open(archive, bus.subjects.hive) as source:
         hive = await state_at(source, state.first_seq)
     async with following(bus) as follower:

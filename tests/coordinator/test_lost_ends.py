@@ -12,7 +12,8 @@ from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import NotedCall
-from bombus.replay.upkeep import verify
+from bombus.replay.source import BusSource
+from bombus.replay.upkeep import check
 from bombus_coordinator import shell
 from bombus_coordinator.shell import Housekeeping
 from tests.conftest import SMALL_STREAMS
@@ -110,7 +111,7 @@ async def test_r6_what_comes_after_the_lost_end_of_the_inbox_is_decided_and_the_
     for number in range(refilled):
         await note(bus, episode, number)
     with pytest.raises(LogCorrupted, match="inbox has lost its end"):
-        await verify(bus)
+        await check(BusSource(bus, "the log"))
     async with leading(bus) as coordinator:
         await note(bus, episode, refilled)
         await bus.inbox.request(end(episode, 1.0), timeout_s=PATIENCE_S)
@@ -120,7 +121,7 @@ async def test_r6_what_comes_after_the_lost_end_of_the_inbox_is_decided_and_the_
     (event,) = await told(bus)
     assert (event.what, event.known) == ("inbox", known.seq)
     assert event.kept <= cut
-    await verify(bus)
+    await check(BusSource(bus, "the log"))
 
 
 async def test_r6_an_inbox_that_is_empty_again_is_read_from_its_beginning(store: Store, bus: Bus) -> None:

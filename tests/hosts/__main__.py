@@ -133,7 +133,7 @@ async def _confirm(hive: SpreadHive, report: Report) -> None:
     found = report.engines[ENGINE.name]
     again = ("replay", "train", "--step", str(found.steps), "--engine", ENGINE.name)
     codes = []
-    for command in (("log", "verify"), ("audit",), again):
+    for command in (("log", "check"), ("audit",), again):
         code, output = await hive.bombus(*command)
         codes.append(code)
         if code:

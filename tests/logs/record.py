@@ -1,4 +1,4 @@
-"""Record this version's golden log: `python -m tests.logs.record` (half a minute) writes `<version>-tiny.bombuslog`
+"""Record this version's golden log: `python -m tests.logs.record` (half a minute) writes `<version>.bombuslog`
 and the facts that every later version must find in it. Run it once before a release; never overwrite an old one.
 
 A real hive plays a little of everything: two clients, several turns, a branch, two replies to one call, rewards for
@@ -145,7 +145,7 @@ async def depose_the_leader(nats: str, up: psutil.Process) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--name", default=f"{version('bombus')}-tiny", help="of the log (default: %(default)s)")
+    parser.add_argument("--name", default=version("bombus"), help="of the log (default: %(default)s)")
     path = FOLDER / f"{parser.parse_args().name}.bombuslog"
     if path.exists():
         sys.exit(f"{path} is recorded already, and stays as it is")

@@ -26,7 +26,8 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.records import CallRef, decode_record, digest
 from bombus.hive.state import EngineState
-from bombus.replay.upkeep import verify
+from bombus.replay.source import BusSource
+from bombus.replay.upkeep import check
 from bombus_coordinator.shell import Coordinator, Housekeeping
 from bombus_gateway.keys import Keys
 from tests.conftest import SMALL_STREAMS
@@ -216,7 +217,7 @@ async def _look(copy: Path, promised: Ledger, outcome: Outcome) -> list[str]:
             async with leading(bus):
                 await _repeat(bus, promised, wrong)
             wrong += _audit(promised, calls, await log_of(bus), outcome)
-            await verify(bus)
+            await check(BusSource(bus, "the log"))
             return wrong
     except BombusError as error:
         return [f"{type(error).__name__}: {error}"]

@@ -33,7 +33,7 @@ def no_progress(what: str, position: int, last: int) -> None:
     pass
 
 
-async def imported(bus: Bus, folder: Path) -> upkeep.Verified:
+async def imported(bus: Bus, folder: Path) -> upkeep.Checked:
     """Export a hive's log and make another hive of it."""
     path = folder / "a.bombuslog"
     await export(BusSource(bus, "the bus"), path)
@@ -85,7 +85,7 @@ async def test_r6_a_hive_of_an_exported_log_has_its_state_and_its_calls_and_goes
             assert third.seq > refs[-1].seq
             assert isinstance(await again.inbox.request(end(granted.episodes[0], 0.0, "c2")), inbox.Done)
         assert not (await folded(again)).went_back, "nothing was lost"
-        assert (await upkeep.verify(again)).calls == 3
+        assert (await upkeep.check(BusSource(again, "the log"))).calls == 3
         newest = await again.last(again.subjects.events_stream)
         assert newest is not None
         assert newest.answers.seq > before[-1].answers.seq
@@ -123,7 +123,7 @@ def test_the_command_makes_a_hive_of_a_released_log_and_replaces_none(
     assert f"{recorded(TINY)['events']} events" in said
     assert f"copy them from the old data folder to {data / 'engines'}" in said
     assert f"`bombus up --data-dir {data}`" in said
-    assert main(["log", "verify", "--data", str(data)]) == 0
+    assert main(["log", "check", "--data", str(data)]) == 0
     assert main(words) == 2
     assert "has a log already, and an import replaces nothing: name a new folder" in capsys.readouterr().err
     assert [each.name for each in data.iterdir()] == ["nats"], "no draft is left over"

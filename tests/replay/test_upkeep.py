@@ -1,4 +1,4 @@
-"""`bombus log verify` and `bombus log compact` on real logs, good and bad."""
+"""`bombus log check` and `bombus log compact` on real logs, good and bad."""
 
 import asyncio
 import base64
@@ -10,15 +10,20 @@ from bombus.bus import EPOCH, INBOX, Bus, snapshots
 from bombus.bus.snapshots import Snapshot
 from bombus.bus.streams import blob_stream
 from bombus.cli import main
+from bombus.commands import log
 from bombus.errors import LogCorrupted, Refused
 from bombus.hive import events as ev
+from bombus.hive import levels
 from bombus.hive.events import Event
+from bombus.hive.levels import LEVEL
 from bombus.hive.records import CallRef
 from bombus.hive.state import FOLD, EngineState, Hive
 from bombus.replay import upkeep
+from bombus.replay.source import BusSource
 from tests.bus.test_snapshots import folded, play, put, save, two_snapshots
 from tests.coordinator.test_operations_on_a_bus import OPERATIONS, SESSIONS, client, trainer
 from tests.coordinator.test_shell import boot, leading, log_of
+from tests.logs.facts import TINY
 from tests.patience import PATIENCE_S
 
 
@@ -36,7 +41,7 @@ async def test_a_valid_log_agrees_with_its_snapshots(bus: Bus) -> None:
     newest = await bus.last(bus.subjects.events_stream)
     assert newest is not None
     seen: list[tuple[int, int]] = []
-    verified = await upkeep.verify(bus, lambda position, end: seen.append((position, end)))
+    verified = await upkeep.check(BusSource(bus, "the log"), lambda position, end: seen.append((position, end)))
     assert (verified.first, verified.last, verified.epochs) == (1, newest.seq, 1)
     assert verified.agreed == (8, 14)
     assert seen[-1] == (newest.seq, newest.seq)
@@ -56,13 +61,13 @@ async def test_the_bodies_and_results_of_operations_are_read_and_their_loss_is_f
     async with leading(bus):
         await asyncio.gather(trainer(bus), *(client(bus, session) for session in SESSIONS))
         await all_completed(bus)
-    verified = await upkeep.verify(bus)
+    verified = await upkeep.check(BusSource(bus, "the log"))
     assert verified.bodies == 2 * OPERATIONS * len(SESSIONS), (
         "each has a body, which no recovery checkpoint has, and a result"
     )
     await bus.purge_below(bus.subjects.ops_stream, 3)
     with pytest.raises(LogCorrupted):
-        await upkeep.verify(bus)
+        await upkeep.check(BusSource(bus, "the log"))
 
 
 async def test_a_multi_model_episode_that_ends_in_parts_is_found(bus: Bus) -> None:
@@ -78,16 +83,16 @@ async def test_a_multi_model_episode_that_ends_in_parts_is_found(bus: Bus) -> No
             engine=engine, run=1, claim="c", client="c1", episodes=(episode,), partners=partners
         )
         await append(bus, claimed, epoch, answers + 1)
-    await upkeep.verify(bus)
+    await upkeep.check(BusSource(bus, "the log"))
     aborted = ev.EpisodeAborted(engine="big", run=1, episodes=("big-1-1",), reason=ev.AbortReason.CLIENT)
     await append(bus, aborted, epoch, answers + 2)
     with pytest.raises(LogCorrupted, match="small-1-1 was not aborted with the rest of its multi-model episode"):
-        await upkeep.verify(bus)
+        await upkeep.check(BusSource(bus, "the log"))
     outcome = ev.Outcome(episode="small-1-1", task="t", reward=1.0, digest=b"d")
     ended = ev.EpisodeEnded(engine="small", run=1, client="c1", outcomes=(outcome,))
     await append(bus, ended, epoch, answers + 2)
     with pytest.raises(LogCorrupted, match="small-1-1 was not aborted with the rest"):
-        await upkeep.verify(bus)
+        await upkeep.check(BusSource(bus, "the log"))
 
 
 async def test_an_operation_that_is_completed_twice_is_found(bus: Bus) -> None:
@@ -100,11 +105,11 @@ async def test_an_operation_that_is_completed_twice_is_found(bus: Bus) -> None:
     again = next(event for event in log if isinstance(event, ev.OperationCompleted))
     await append(bus, again, int(newest.headers[EPOCH]), int(newest.headers[INBOX]))
     with pytest.raises(LogCorrupted, match=r"is impossible: operation 1 of .*:train:0 is completed twice"):
-        await upkeep.verify(bus)
+        await upkeep.check(BusSource(bus, "the log"))
 
 
 async def test_an_empty_log_is_valid(bus: Bus) -> None:
-    assert (await upkeep.verify(bus)).last == 0
+    assert (await upkeep.check(BusSource(bus, "the log"))).last == 0
 
 
 async def test_a_snapshot_that_is_not_the_fold_is_found(bus: Bus) -> None:
@@ -113,7 +118,7 @@ async def test_a_snapshot_that_is_not_the_fold_is_found(bus: Bus) -> None:
     hive.engines["main"].counters.trained += 1
     await put(bus, 14, hive=hive)
     with pytest.raises(LogCorrupted, match="event 14 is not the fold"):
-        await upkeep.verify(bus)
+        await upkeep.check(BusSource(bus, "the log"))
 
 
 def test_a_metric_that_is_not_a_number_does_not_make_a_snapshot_differ() -> None:
@@ -139,7 +144,7 @@ async def test_a_damaged_snapshot_is_found(bus: Bus) -> None:
     await two_snapshots(bus)
     await save(bus, b"rubbish", 14)
     with pytest.raises(LogCorrupted, match="snapshot at event 14"):
-        await upkeep.verify(bus)
+        await upkeep.check(BusSource(bus, "the log"))
 
 
 async def test_a_snapshot_that_is_removed_while_the_log_is_verified_is_not_a_fault(bus: Bus) -> None:
@@ -152,7 +157,7 @@ async def test_a_snapshot_that_is_removed_while_the_log_is_verified_is_not_a_fau
     removed = newest.data.replace(b'"name"', b'"deleted":true,"name"')
     await bus.publisher.publish(subject, removed, msg_id="removed", headers={})
     assert 4 in await snapshots.positions(bus)
-    assert (await upkeep.verify(bus)).agreed == (8, 14)
+    assert (await upkeep.check(BusSource(bus, "the log"))).agreed == (8, 14)
 
 
 @pytest.mark.parametrize(("epoch", "answers"), [(0, 1_000), (2, 1_000), (1, 1)])
@@ -161,7 +166,7 @@ async def test_an_event_that_no_leader_would_have_written_is_found(bus: Bus, epo
         await boot(bus)
     await append(bus, ev.EngineProgressed(engine="main", run=1, stage="x"), epoch, answers)
     with pytest.raises(LogCorrupted, match=r"epoch|answers"):
-        await upkeep.verify(bus)
+        await upkeep.check(BusSource(bus, "the log"))
 
 
 async def test_a_call_that_is_gone_is_found(bus: Bus) -> None:
@@ -172,14 +177,14 @@ async def test_a_call_that_is_gone_is_found(bus: Bus) -> None:
     assert newest is not None
     event = ev.EpisodeEnded(engine="main", run=1, client="c", outcomes=(lost,))
     await append(bus, event, 1, int(newest.headers[INBOX]))
-    with pytest.raises(LogCorrupted, match="no message at 999"):
-        await upkeep.verify(bus)
+    with pytest.raises(LogCorrupted, match="call lost at 999 is no longer kept"):
+        await upkeep.check(BusSource(bus, "the log"))
 
 
 async def test_r12_compacting_keeps_two_snapshots_and_everything_after_the_older(bus: Bus) -> None:
     everything = await two_snapshots(bus)
     assert await upkeep.compact(bus) == 7
-    verified = await upkeep.verify(bus)
+    verified = await upkeep.check(BusSource(bus, "the log"))
     assert (verified.first, verified.agreed) == (9, (14,))
     assert await upkeep.compact(bus) == 0, "compacting again changes nothing"
     async with leading(bus) as coordinator:
@@ -202,7 +207,7 @@ async def test_a_log_without_two_good_snapshots_is_not_compacted(bus: Bus) -> No
     assert (await bus.state(bus.subjects.events_stream)).first_seq == 1
 
 
-async def test_an_operator_verifies_and_compacts_by_command(
+async def test_an_operator_checks_and_compacts_by_command(
     bus: Bus, nats_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await two_snapshots(bus)
@@ -213,16 +218,31 @@ async def test_an_operator_verifies_and_compacts_by_command(
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
-    code, out, _ = await run("verify")
+    code, out, _ = await run("check")
     assert code == 0
     assert "1 epoch\n" in out
     assert "the snapshot at event 14 is the fold" in out
     code, out, _ = await run("compact")
     assert (code, "removed 7 events" in out) == (0, True)
-    code, out, _ = await run("verify")
+    code, out, _ = await run("check")
     assert (code, "from 9 to" in out) == (0, True)
     await save(bus, b"rubbish", 14)
-    for command in ("verify", "compact"):
+    for command in ("check", "compact"):
         code, out, err = await run(command)
         assert (code, out) == (1, "")
         assert "the snapshot at event 14" in err
+
+
+async def test_a_check_says_whether_this_release_can_continue_an_archive_and_be_rolled_back(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["log", "check", "--log", str(TINY)]
+    assert await asyncio.to_thread(main, command) == 0
+    assert f"feature level {LEVEL}, which is this release's" in capsys.readouterr().out
+    monkeypatch.setattr(levels, "LEVEL", LEVEL + 1)
+    monkeypatch.setattr(log, "LEVEL", LEVEL + 1)
+    assert await asyncio.to_thread(main, command) == 0
+    assert f"be rolled back, until `bombus up --raise-level` raises it to {LEVEL + 1}" in capsys.readouterr().out
+    monkeypatch.setattr(levels, "LEVEL", LEVEL - 1)
+    assert await asyncio.to_thread(main, command) == 1
+    assert f"at feature level {LEVEL}" in capsys.readouterr().err

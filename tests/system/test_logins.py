@@ -41,7 +41,7 @@ def test_a_hive_trains_while_each_service_has_only_its_own_login(tmp_path: Path)
                 for process in up.services(kind):
                     assert process.environ()["BOMBUS_NATS"].startswith(f"nats://main.{user}.1:")
             observer = read_environment(folder, "main", BusUser.OBSERVER)
-            for command in (["status", "--json"], ["log", "verify"], ["audit"], ["why"], ["replay", "timeline"]):
+            for command in (["status", "--json"], ["log", "check"], ["audit"], ["why"], ["replay", "timeline"]):
                 told = subprocess.run(
                     [sys.executable, "-m", "bombus", *command],
                     env={**os.environ, **observer},

@@ -175,14 +175,16 @@ class Follower:
 
 
 async def fold(bus: Bus) -> Hive:
-    """Return the current state of a hive. Raises `TimeoutError`."""
+    """Return the current state of a hive. Raises `TimeoutError`, `LogCorrupted` or `NewerLevel`."""
     follower = Follower(bus)
-    following = asyncio.create_task(follower.run())
+    tasks = [asyncio.create_task(each) for each in (follower.caught_up(), follower.run())]
     try:
-        await follower.caught_up()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await done.pop()
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return follower.hive
 
 

@@ -1,4 +1,4 @@
-"""`bombus log`: export, import, verify and compact a log."""
+"""`bombus log`: export, import, check and compact a log."""
 
 import argparse
 import asyncio
@@ -9,6 +9,7 @@ from bombus.bus import Bus
 from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.config.streams import StreamLimits
 from bombus.figures import byte_size
+from bombus.hive.levels import LEVEL
 from bombus.replay import upkeep
 from bombus.replay.archive import FileSource
 from bombus.replay.export import export
@@ -52,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the data folder of the new hive; it is created if missing",
     )
     add_settings_arguments(importing, StreamLimits)
-    verifying = subcommands.add_parser(
-        "verify", help="fold the log from the beginning, check every event, and compare every snapshot"
+    checking = subcommands.add_parser(
+        "check", help="say whether this release can read and continue a log: check every event, snapshot and reference"
     )
-    add_source_arguments(verifying)
+    add_source_arguments(checking)
     compacting = subcommands.add_parser(
         "compact", help="check the two newest snapshots, and remove the events before the older one"
     )
@@ -66,28 +67,35 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.subcommand == "import":
         limits = settings_from(StreamLimits, arguments)
         return reported("bombus log import", lambda: asyncio.run(_import(arguments.file, arguments.data, limits)))
-    command = {"export": _export, "verify": _verify, "compact": _compact}[arguments.subcommand]
+    command = {"export": _export, "check": _check, "compact": _compact}[arguments.subcommand]
     return run_on_source(f"bombus log {arguments.subcommand}", command, arguments)
 
 
-# ---- verify and compact -------------------------------------------------------------------------------------------
+# ---- check and compact --------------------------------------------------------------------------------------------
 
 
-async def _verify(source: Source, arguments: argparse.Namespace) -> None:
-    verified = await upkeep.verify(_bus_of(source), _Progress())
-    events = verified.last - verified.first + 1
-    epochs = f"{verified.epochs} epoch{'s' * (verified.epochs != 1)}"
-    say(f"{source.title}: {events:,} events from {verified.first:,} to {verified.last:,}, {epochs}")
-    for position in verified.agreed:
+async def _check(source: Source, arguments: argparse.Namespace) -> None:
+    checked = await upkeep.check(source, _Progress())
+    events = checked.last - checked.first + 1
+    epochs = f"{checked.epochs} epoch{'s' * (checked.epochs != 1)}"
+    say(f"{source.title}: {events:,} events from {checked.first:,} to {checked.last:,}, {epochs}")
+    if checked.level == LEVEL:
+        say(f"  feature level {LEVEL}, which is this release's: releases of an older level refuse it")
+    else:
+        say(
+            f"  feature level {checked.level}: this release can continue it, and be rolled back, until "
+            f"`bombus up --raise-level` raises it to {LEVEL}"
+        )
+    for position in checked.agreed:
         say(f"  the snapshot at event {position:,} is the fold of the events before it")
-    for position in verified.other_fold:
+    for position in checked.other_fold:
         say(f"  the snapshot at event {position:,} was made by another version and was not compared")
-    say(f"  {verified.calls:,} calls of open episodes, the pool and the outstanding batch match their references")
-    if verified.bodies:
-        say(f"  {verified.bodies:,} bodies and results of training operations match their references")
-    if verified.groups:
-        say(f"  {verified.groups - len(verified.lost):,} rollout groups are present, {len(verified.lost):,} are lost")
-    for lost in verified.lost[:LOST_SHOWN]:
+    say(f"  {checked.calls:,} calls of open episodes, the pool and the outstanding batch match their references")
+    if checked.bodies:
+        say(f"  {checked.bodies:,} bodies and results of training operations match their references")
+    if checked.groups:
+        say(f"  {checked.groups - len(checked.lost):,} rollout groups are present, {len(checked.lost):,} are lost")
+    for lost in checked.lost[:LOST_SHOWN]:
         say(f"    {lost}; it is dropped when a batch would use it")
 
 

@@ -22,6 +22,7 @@ from bombus.host.installing import recipe
 from bombus.machine.environments import ENVIRONMENTS, InstalledEnvironment, environments_folder, read_marker
 from bombus.machine.hardware import cores, memory_bytes, nvidia_gpus
 from bombus.machine.process import listen
+from bombus.version import described
 from bombus.weights.models import SMOLLM2_WHEEL
 
 PYTHON_MIN = (3, 11)
@@ -77,7 +78,7 @@ def examine_machine(data_dir: Path, host: str, port: int, needed: Collection[str
 def _python() -> Iterator[Finding]:
     enough, wanted = sys.version_info >= PYTHON_MIN, ".".join(map(str, PYTHON_MIN))
     yield check("Python", enough, platform.python_version(), f"install Python {wanted} or newer")
-    yield Finding("bombus", State.OK, importlib.metadata.version("bombus"))
+    yield Finding("bombus", State.OK, described())
 
 
 def _compute() -> Iterator[Finding]:

@@ -29,7 +29,7 @@ from bombus.replay import upkeep
 from bombus.replay.archive import FileSource
 from bombus.replay.export import bodies_held_by, calls_held_by, calls_of
 from bombus.replay.running import BadUsage
-from bombus.replay.source import CALLS, OPS, RECORDS_AT_ONCE, TRAJECTORIES, ReadProgress
+from bombus.replay.source import CALLS, OPS, RECORDS_AT_ONCE, TRAJECTORIES, BusSource, ReadProgress
 
 DRAFT = ".nats-import"
 IN_FLIGHT_MAX = 1_000
@@ -40,7 +40,7 @@ _SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 ImportProgress = Callable[[str, int, int], None]  # called with the activity, the position, and the last position
 
 
-async def import_log(source: FileSource, data: Path, limits: StreamLimits, progress: ImportProgress) -> upkeep.Verified:
+async def import_log(source: FileSource, data: Path, limits: StreamLimits, progress: ImportProgress) -> upkeep.Checked:
     """Create the hive of an exported log in a data folder that has no log. The hive appears there only after it was
     verified.
 
@@ -57,7 +57,7 @@ async def import_log(source: FileSource, data: Path, limits: StreamLimits, progr
     async with _drafted(place) as draft, _serving(draft, source.hive) as bus:
         await bus.ensure_streams(limits)
         await _Writer(source, bus, log).write(progress)
-        return await upkeep.verify(bus, partial(progress, "verifying event"))
+        return await upkeep.check(BusSource(bus, str(data)), partial(progress, "checking event"))
 
 
 class _ReadLog(msgspec.Struct):

@@ -1,29 +1,29 @@
-"""Checks a log, and removes its oldest events, for `bombus log verify` and `bombus log compact`."""
+"""Checks a log, and removes its oldest events, for `bombus log check` and `bombus log compact`."""
 
 from collections.abc import Sequence
+from contextlib import aclosing
 
 import msgspec
 
-from bombus.bus import EPOCH, INBOX, BlobMissing, Bus, Reader, Stored, snapshots
+from bombus.bus import EPOCH, INBOX, BlobMissing, Bus, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.large.parts import Parts
 from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import events as ev
 from bombus.hive.fold.evolve import evolve
+from bombus.hive.levels import check_level
 from bombus.hive.operations import order as operations
-from bombus.hive.records import decode_record
 from bombus.hive.state import FOLD, EngineState, Hive
 from bombus.hive.trajectories import order as rollout_groups
 from bombus.replay.export import calls_held_by
-from bombus.replay.source import ReadProgress, check_not_compacted
+from bombus.replay.source import RECORDS_AT_ONCE, BusSource, ReadProgress, Source
 
-CALLS_AT_ONCE = 1_000
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-class Verified(msgspec.Struct, frozen=True):
-    """The result of folding events `first` to `last`.
+class Checked(msgspec.Struct, frozen=True):
+    """The result of folding events `first` to `last`, after which the log is at feature level `level`.
 
     `agreed` contains the positions of snapshots that agree with the fold. `other_fold` contains the positions of
     snapshots that were not compared because another version made them. `bodies` counts bodies and results of
@@ -33,54 +33,60 @@ class Verified(msgspec.Struct, frozen=True):
     first: int
     last: int
     epochs: int
-    agreed: tuple[int, ...]
-    other_fold: tuple[int, ...]
+    level: int
     calls: int
+    agreed: tuple[int, ...] = ()
+    other_fold: tuple[int, ...] = ()
     bodies: int = 0
     groups: int = 0
     lost: tuple[str, ...] = ()
 
 
-async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) -> Verified:
-    """Fold the log from its first remaining event, compare each snapshot on the way, and read the calls still needed.
+async def check(source: Source, progress: ReadProgress = lambda position, end: None) -> Checked:
+    """Fold a log from its first event, and read the calls that are still needed. Of a hive, also compare each snapshot
+    on the way, and read bodies, results and rollout groups.
 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch that goes backwards, an
     inbox position that goes backwards without a `stream.went_back` event, an inbox without the message that the last
     event answers, an operation or a batch out of order, a multi-model episode of which only a part begins or ends, a
     snapshot that cannot be read or is not the fold of the events before it, or a call, or an operation's body or
     result, that is still needed but does not match its reference. Rollout groups that are gone are not a fault of the
-    log: they are only counted. Raises `NotOnLog` if the log was compacted during the check.
+    log: they are only counted. Raises `NewerLevel` if only newer versions may take part in the hive, and `NotOnLog` if
+    the log was compacted during the check.
     """
-    newest = await bus.last(bus.subjects.events_stream)
-    end = 0 if newest is None else newest.seq
-    begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
-    kept = await _kept_snapshots(bus, begins_at)
-    check = LogCheck(await snapshots.start_of(bus, from_first=True))
-    first = check.position + 1
-    waiting = {snapshot.position: snapshot for snapshot in kept if first <= snapshot.position <= end}
-    async with Reader(bus, bus.subjects.events_stream, first) as reader:
-        while check.position < end:
-            for stored in await reader.read():
-                if check.position == end:
-                    break
-                if stored.seq != check.position + 1:
-                    check_not_compacted((await bus.state(bus.subjects.events_stream)).first_seq, check.position)
-                check.take(stored)
-                if stored.seq in waiting:
-                    check.compare(waiting[stored.seq])
-            progress(check.position, end)
-    check.check_multi_model()
+    bus = source.bus if isinstance(source, BusSource) else None
+    waiting: dict[int, Snapshot] = {}
+    if bus is not None:
+        kept = await _kept_snapshots(bus, await source.begins_at())
+        fold = LogCheck(await snapshots.start_of(bus, from_first=True))
+        waiting = {each.position: each for each in kept if each.position > fold.position}
+    else:
+        hive, position = await source.base()
+        fold = LogCheck(Snapshot(fold=FOLD, position=position, event_id="", answered=0, hive=hive))
+    check_level(fold.hive.level)
+    first, end, newest = fold.position + 1, (await source.end()).seq, None
+    agreed: list[int] = []
+    other: list[int] = []
+    async with aclosing(source.in_order(fold.position, end)) as messages:
+        async for newest in messages:
+            fold.take(newest)
+            if (snapshot := waiting.get(newest.seq)) is not None:
+                fold.compare(snapshot)
+                (agreed if snapshot.fold == FOLD else other).append(newest.seq)
+            progress(fold.position, end)
+    fold.check_multi_model()
+    refs = sorted(set(calls_held_by(fold.hive)), key=lambda ref: ref.seq)
+    if bus is None:  # it may have been exported without calls
+        refs = [ref for ref, body in zip(refs, await source.bodies(refs)) if body is not None]
+    for begin in range(0, len(refs), RECORDS_AT_ONCE):
+        await source.records(refs[begin : begin + RECORDS_AT_ONCE])
+    checked = Checked(first, end, fold.epochs, fold.hive.level, len(refs), tuple(agreed), tuple(other))
+    if bus is None:
+        return checked
     await _check_inbox(bus, newest)
-    refs = sorted(set(calls_held_by(check.hive)), key=lambda ref: ref.seq)
-    for start in range(0, len(refs), CALLS_AT_ONCE):
-        some = refs[start : start + CALLS_AT_ONCE]
-        for ref, stored in zip(some, await bus.get_many(bus.subjects.calls_stream, [ref.seq for ref in some])):
-            decode_record(stored.data, ref)
-    other = tuple(position for position, snapshot in waiting.items() if snapshot.fold != FOLD)
-    agreed = tuple(position for position in waiting if position not in other)
-    bodies = await _read_bodies(bus, check.hive)
-    groups, lost = await _look_for_groups(bus, check.hive)
-    return Verified(first, end, check.epochs, agreed, other, len(refs), bodies, groups, lost)
+    bodies = await _read_bodies(bus, fold.hive)
+    groups, lost = await _look_for_groups(bus, fold.hive)
+    return msgspec.structs.replace(checked, bodies=bodies, groups=groups, lost=lost)
 
 
 async def _check_inbox(bus: Bus, newest: Stored | None) -> None:

@@ -16,6 +16,7 @@ from bombus.hive import events as ev
 from bombus.hive.state import Phase
 from bombus.hive.trajectories.state import REPEAT_S
 from bombus.replay import upkeep
+from bombus.replay.source import BusSource
 from bombus_gateway.rollout_groups.group_log import GroupLog
 from tests.conftest import freeze, thaw
 from tests.coordinator.test_shell import log_of
@@ -231,7 +232,7 @@ async def test_groups_that_are_lost_are_given_up_and_the_next_batch_is_made_of_t
     batch = (await get(hive, "/batch"))["batch"]
     assert [each["scores"][0] for each in batch] == [2.0, 3.0]
     assert await get(hive, "/status") == {"current_step": 4, "queue_size": 0}
-    verified = await upkeep.verify(bus)
+    verified = await upkeep.check(BusSource(bus, "the log"))
     assert (verified.groups, verified.lost) == (2, ())
     log = [ev.decode_event(stored.data) for stored in await log_of(bus)]
     (given_up,) = [event for event in log if isinstance(event, ev.GroupsGivenUp)]
@@ -300,7 +301,7 @@ async def test_groups_that_are_lost_are_found_when_a_log_is_verified(hive: Playe
     for score in (1.0, 2.0, 3.0):
         await post(hive, "/scored_data", group(score, environment))
     await bus.purge_below(bus.subjects.trajectories_stream, 3, ">")
-    verified = await upkeep.verify(bus)
+    verified = await upkeep.check(BusSource(bus, "the log"))
     assert verified.groups == 3
     assert [f"the body at {place} of " in lost for place, lost in zip((1, 2), verified.lost, strict=True)] == [True] * 2
 
