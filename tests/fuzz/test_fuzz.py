@@ -55,6 +55,7 @@ DECODING = {
     "bombus/operations/kinds.py": "operation",
     "bombus/hive/records.py": "call record",
     "bombus/hive/status/data.py": OWN,
+    "bombus/insight/keyframes.py": OWN,
     "bombus/insight/record.py": OWN,
     "bombus/insight/trackers/ledger.py": OWN,
     "bombus/hive/trajectories/records.py": "rollout group",

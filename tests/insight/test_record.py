@@ -51,7 +51,7 @@ async def recorded(source: FileSource, events_apart: int, bytes_max: int = 1 << 
 
 
 def moment_of(moment: Moment) -> bytes:
-    return Moment.decode(moment.encode()).encode()
+    return moment.copy().encode()
 
 
 async def test_keyframes_stay_below_their_limit_and_still_give_every_state(archive: Path) -> None:
@@ -107,8 +107,9 @@ async def test_a_log_that_grows_is_read_on(bus: Bus) -> None:
     assert [entry.seq async for entry in source.events()] == [1, 2, 3]
     await write_events(bus, events[3:], first=4)
     assert [entry.seq async for entry in source.events()] == [1, 2, 3]
-    source.extend(6, events[-1].at_ns)
-    assert [entry.event async for entry in source.events(3)] == events[3:]
+    assert [entry.event async for entry in source.events(3, 6)] == events[3:]
+    assert [stored.seq async for batch in source.newer(2) for stored in batch] == [3, 4, 5, 6]
+    assert [batch async for batch in source.newer(6)] == []
 
 
 def test_findings_that_are_forgotten_while_a_thread_collects_them_are_no_error() -> None:

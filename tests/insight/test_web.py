@@ -5,6 +5,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ async def test_an_idle_hive_that_goes_on_at_another_address_is_found_there(
     monkeypatch.setattr("bombus.insight.watch.PAUSE_S", 0.0)
     monkeypatch.setattr("bombus.insight.watch.RETRY_S", 0.0)
     server, before = crashing
-    hives = iter([before, bus])
+    hives = chain([before], repeat(bus))
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Source]:

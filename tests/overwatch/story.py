@@ -3,12 +3,15 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
 
+from bombus.bus import Stored
 from bombus.hive import events as ev
 from bombus.hive.events import (
     AbortReason,
+    AnyEvent,
     BatchEpisode,
     BatchGroup,
     Collection,
@@ -16,9 +19,16 @@ from bombus.hive.events import (
     Event,
     NotedCall,
     Outcome,
+    encode_event,
+    kind_of,
 )
 from bombus.hive.records import BodyRef, CallRef
+from bombus.hive.state import Hive
 from bombus.hive.trajectories.queue import QueuedGroup
+from bombus.insight.record import Record
+from bombus.insight.watch import LogWatch
+from bombus.replay.source import LogEnd, Source
+from bombus_overwatch.model import HiveView
 
 SECOND = 1_000_000_000
 START_NS = 1_767_268_800 * SECOND  # 12:00:00 UTC
@@ -432,3 +442,62 @@ def scored(story: Story) -> list[Callable[[], None]]:
         lambda: tell(ev.BodiesMoved, moved=(ev.MovedBody(1, BodyRef(seqs=(5,), size=1, digest=b"d" * 16)),)),
         lambda: story.tell(ev.TrajectoriesReleased(below=2)),
     ]
+
+
+class Folded(Record):
+    """The record of a log of these events."""
+
+    live: HiveView
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        super().__init__(Hive(), 0, HiveView)
+        for position, event in enumerate(events, 1):
+            self.fold(position, cast(AnyEvent, event), event.at_ns)
+
+
+class ToldSource(Source):
+    """A log in memory."""
+
+    running = True
+    title, hive = "a story", "demo"
+
+    def __init__(self) -> None:
+        self.told: list[Stored] = []
+
+    async def base(self) -> tuple[Hive, int]:
+        return Hive(), 0
+
+    async def end(self) -> LogEnd:
+        return LogEnd(len(self.told), 0)
+
+    async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
+        for stored in self.told[after:until]:
+            yield stored
+
+    async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        raise NotImplementedError
+
+    async def blob(self, name: str) -> bytes:
+        raise NotImplementedError
+
+
+class ToldWatch(LogWatch):
+    """A log that a test tells event by event."""
+
+    source: ToldSource
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        super().__init__(self._opened, moment=HiveView)
+        self.source, self.is_ready = ToldSource(), True
+        self.begin(Hive(), 0)
+        self.tell(*events)
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[Source]:
+        yield self.source
+
+    def tell(self, *events: Event) -> None:
+        for event in events:
+            stored = Stored(self.position + 1, kind_of(event), encode_event(event), {}, event.at_ns)
+            self.source.told.append(stored)
+            self.take(stored)

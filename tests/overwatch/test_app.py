@@ -12,13 +12,13 @@ from textual.pilot import Pilot
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
+from bombus.hive.events import Event
 from bombus.hive.records import CallRef
 from bombus_overwatch.app import Help, Overwatch
 from bombus_overwatch.browser import Browser, Confirm
 from bombus_overwatch.model import EpisodeRecord
-from bombus_overwatch.screen import Link
 from bombus_overwatch.widgets import Banner, EpisodesPanel, KeyBar, Notice, Panel, PhaseBar, ReplicasPanel, TailPanel
-from tests.overwatch.story import SECOND, Story, failed, operating, rolling
+from tests.overwatch.story import SECOND, Story, ToldWatch, failed, operating, rolling
 from tests.patience import PATIENCE_S
 
 WIDE = (120, 36)
@@ -27,11 +27,12 @@ Compare = Callable[..., bool]
 
 def app_of(story: Story) -> Overwatch:
     """Return the screen with its clock stopped two seconds after the story's last event."""
-    app = Overwatch("demo", clock=lambda: story.now_ns + 2 * SECOND)
-    for position, event in enumerate(story.events, 1):
-        app.take(position, event)
-    app.report(Link.LIVE)
-    return app
+    return Overwatch("demo", ToldWatch(story.events), clock=lambda: story.now_ns + 2 * SECOND)
+
+
+def tell(app: Overwatch, *events: Event) -> None:
+    assert isinstance(app.log_watch, ToldWatch)
+    app.log_watch.tell(*events)
 
 
 def text(
@@ -146,16 +147,15 @@ async def test_a_group_stays_in_view_when_its_batch_is_sealed() -> None:
     story.boot()
     story.publish(0)
     app = app_of(story)
-    told = app.timeline.newest
+    told = app.live.position
     (group,) = story.groups(0, 1)
     async with app.run_test(size=WIDE, notifications=True) as pilot:
-        for position, event in enumerate(story.events[told:], told + 1):
-            app.take(position, event)
+        tell(app, *story.events[told:])
         app.draw()
         await pilot.press("enter", "enter")
         await shows(app, pilot, f"› no batch {group.task}\n")
         sealed = ev.BatchReady(**story.at, run=1, step=1, groups=(group,), config_digest="d")
-        app.take(position + 1, sealed)
+        tell(app, sealed)
         await shows(app, pilot, f"› step 1 {group.task}\n")
         await shows(app, pilot, "in a batch")
         assert page(app).count("in a batch") == 4
@@ -173,9 +173,7 @@ async def test_an_open_episode_is_aborted_after_a_yes_and_after_nothing_else() -
         await pilot.press("y")
         await shows(app, pilot, "is aborted")
         (asked,) = operator.asked
-        record = next(
-            each for each in app.timeline.live.histories["main"].episodes.values() if f" {each.episode} " in asked
-        )
+        record = next(each for each in app.live.histories["main"].episodes.values() if f" {each.episode} " in asked)
         assert (asked, record.fate) == (f"abort {record.episode} of {record.client} on main", "open")
 
 
@@ -218,7 +216,7 @@ async def test_pause_holds_the_view_while_events_go_on(story: Story) -> None:
     async with app.run_test(size=WIDE) as pilot:
         await pilot.press("p")
         held = text(app, TailPanel)
-        app.take(len(story.events) + 1, story.events[-1])
+        tell(app, story.events[-1])
         app.draw()
         assert text(app, TailPanel) == held
         assert "held" in text(app, Banner)
@@ -259,9 +257,7 @@ async def test_e_shows_the_next_engine() -> None:
     one, two = Story(engine="one"), Story(engine="two")
     one.boot()
     two.boot()
-    app = Overwatch("demo", clock=lambda: one.now_ns)
-    for position, event in enumerate(one.events + two.events, 1):
-        app.take(position, event)
+    app = Overwatch("demo", ToldWatch(one.events + two.events), clock=lambda: one.now_ns)
     async with app.run_test(size=WIDE) as pilot:
         assert "engine one 1 of 2" in text(app, Banner)
         await pilot.press("e")
@@ -296,19 +292,18 @@ class Counting(Overwatch):
     """Remembers the positions at which it was drawn."""
 
     def __init__(self, story: Story) -> None:
-        super().__init__("demo", clock=lambda: story.now_ns)
+        super().__init__("demo", ToldWatch(), clock=lambda: story.now_ns)
         self.pictures: list[int] = []
 
     def draw(self) -> None:
         super().draw()
-        self.pictures.append(self.timeline.newest)
+        self.pictures.append(self.live.position)
 
 
 async def test_a_burst_of_events_is_drawn_together(story: Story) -> None:
     app = Counting(story)
     async with app.run_test(size=WIDE) as pilot:
-        for position, event in enumerate(story.events, 1):
-            app.take(position, event)
+        tell(app, *story.events)
         await drawn(app, pilot, f"event {len(story.events):,}")
         assert app.pictures == [0, len(story.events)]
 
@@ -316,14 +311,14 @@ async def test_a_burst_of_events_is_drawn_together(story: Story) -> None:
 async def test_catching_up_shows_how_far_it_is(story: Story) -> None:
     app = app_of(story)
     async with app.run_test(size=WIDE) as pilot:
-        app.report(Link.CATCHING_UP, target=2 * len(story.events))
+        app.log_watch.is_ready, app.log_watch.end = False, 2 * len(story.events)
         await drawn(app, pilot, f"catching up ━━━━━───── of {2 * len(story.events):,}")
 
 
 async def test_while_the_bus_is_away_the_reason_is_shown(story: Story) -> None:
     app = app_of(story)
     async with app.run_test(size=WIDE) as pilot:
-        app.report(Link.AWAY, "the bus is away")
+        app.log_watch.error = "the bus is away"
         await drawn(app, pilot, "reconnecting")
         assert "the bus is away" in text(app, KeyBar)
 
@@ -359,7 +354,7 @@ async def test_quarantined_replicas_are_named_with_their_reasons() -> None:
         quarantined = ev.ReplicaQuarantined(
             **story.at, run=1, version=0, replica="replica-a", reason="no weights at /v0\x1b[2J"
         )
-        app.take(len(story.events) + 1, quarantined)
+        tell(app, quarantined)
         async with asyncio.timeout(PATIENCE_S):
             while "✗ replica-a" not in text(app, ReplicasPanel):
                 await pilot.pause(0.02)
@@ -372,9 +367,7 @@ async def test_a_replica_is_shown_with_how_far_it_is_from_its_trainer() -> None:
     app = app_of(story)
     async with app.run_test(size=WIDE) as pilot:
         check = ev.CanaryCheck(difference=2e-6, limit=1e-4)
-        app.take(
-            len(story.events) + 1, ev.WeightsLoaded(**story.at, run=1, version=1, replica="replica-a", canary=check)
-        )
+        tell(app, ev.WeightsLoaded(**story.at, run=1, version=1, replica="replica-a", canary=check))
         async with asyncio.timeout(PATIENCE_S):
             while "2e-06" not in text(app, ReplicasPanel):
                 await pilot.pause(0.02)
@@ -408,15 +401,12 @@ async def test_nothing_on_the_log_controls_the_terminal(story: Story) -> None:
     app = app_of(story)
     done = next(event for event in reversed(story.events) if isinstance(event, ev.StepCompleted))
     claimed = next(event for event in reversed(story.events) if isinstance(event, ev.EpisodeClaimed))
-    for position, event in enumerate(
-        (
-            msgspec.structs.replace(done, step=done.step + 1, metrics={hostile: 1.0}),
-            msgspec.structs.replace(claimed, episodes=(hostile,), client=hostile, task_hint=hostile),
-        ),
-        len(story.events) + 1,
-    ):
-        app.take(position, event)
-    app.report(Link.AWAY, why=hostile)
+    tell(
+        app,
+        msgspec.structs.replace(done, step=done.step + 1, metrics={hostile: 1.0}),
+        msgspec.structs.replace(claimed, episodes=(hostile,), client=hostile, task_hint=hostile),
+    )
+    app.log_watch.error = hostile
     async with app.run_test(size=WIDE):
         app.draw()
         for panel in app.screen_stack[0].query(Panel):

@@ -4,12 +4,12 @@ import math
 from dataclasses import replace
 
 from bombus_overwatch.drawing import Range, bar, braille_line, buckets, range_of, sparkline
-from bombus_overwatch.model import Timeline
 from bombus_overwatch.palette import clock_time, figure, fit, fit_end
 from bombus_overwatch.reward import RewardPanel
 from bombus_overwatch.screen import RewardCurves, screen_data
 from bombus_overwatch.widgets import CollectionPanel
 from tests.coordinator.steady_clients import Steady
+from tests.overwatch.story import Folded
 
 
 def test_a_bar_is_full_only_when_its_target_is_reached() -> None:
@@ -36,7 +36,7 @@ def test_values_that_are_too_far_apart_to_be_drawn_leave_gaps() -> None:
     """An old log may have rewards of any size."""
     assert sparkline([0.0, 1e308, -1e308, 1.0], 8) == "▁  █"
     assert sparkline([1e308, 1.7e308] * 8, 2) == ""
-    shown = screen_data(Timeline(), Timeline().live, 0, "main")
+    shown = screen_data(Folded(), Folded().live, 0, "main")
     train = ((1, 1e308), (2, -1e308), (3, 0.5), (4, 0.75))
     curves = RewardCurves(train=train, held_out=((1, -1.7e308), (2, 0.25)), now_mean=1e308, now_episodes=3)
     lines = RewardPanel().lines(replace(shown, rewards=curves), 70, 10)
@@ -44,7 +44,7 @@ def test_values_that_are_too_far_apart_to_be_drawn_leave_gaps() -> None:
 
 
 def test_the_held_out_reward_of_each_data_set_has_a_line_where_there_is_room() -> None:
-    shown = screen_data(Timeline(), Timeline().live, 0, "main")
+    shown = screen_data(Folded(), Folded().live, 0, "main")
     sets = (("legs", 0.5), ("sums", 0.25), ("words", 1.0))
     curves = RewardCurves(train=(), held_out=((1, 0.5), (2, 0.6)), now_mean=None, now_episodes=0, data_sets=sets)
     wide, narrow, low = (
@@ -101,8 +101,6 @@ def test_numbers_and_times_are_short() -> None:
 def test_the_collection_panel_says_how_far_claims_are_ahead_of_training() -> None:
     run = Steady(0, 40, (1.0, 2.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
     run.run(12)
-    timeline = Timeline()
-    for position, event in enumerate(run.harness.log, 1):
-        timeline.fold(position, event)
-    lines = CollectionPanel().lines(screen_data(timeline, timeline.live, run.harness.now_ns, "main"), 70, 10)
+    record = Folded(run.harness.log)
+    lines = CollectionPanel().lines(screen_data(record, record.live, run.harness.now_ns, "main"), 70, 10)
     assert lines[-1].plain == "  ahead of training 1 + 1 batches, bound 1, new episodes are waiting"

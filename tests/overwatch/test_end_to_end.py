@@ -10,10 +10,12 @@ from textual.pilot import Pilot
 
 from bombus import Job, SwarmClient, Task, WorkflowOutput
 from bombus.hive.state import Phase
+from bombus.insight.watch import LogWatch
 from bombus.sdk.errors import SwarmError
 from bombus_overwatch.app import Overwatch
+from bombus_overwatch.model import HiveView
 from bombus_overwatch.screen import Link, screen_data
-from bombus_overwatch.service import BusLink, GatewayLink, _feed
+from bombus_overwatch.service import BusLink, GatewayLink
 from tests.overwatch.test_app import WIDE, page, shows
 from tests.patience import PATIENCE_S
 from tests.system.test_up import FRESH, Up
@@ -52,24 +54,25 @@ async def until(pilot: Pilot[None], holds: Callable[[], bool]) -> None:
 
 async def test_over_a_gateway_a_person_sees_a_step_aborts_an_episode_and_stops_the_job(up: Up) -> None:
     with pytest.raises(SwarmError, match="needs the hive's admin key"):
-        await GatewayLink(f"{up.url}/k/{CLIENT}").feed(Overwatch("a hive"))
+        async with GatewayLink(f"{up.url}/k/{CLIENT}").open():
+            pass
 
     link = GatewayLink(f"{up.url}/k/{ADMIN}")
-    app = Overwatch("a hive", operator=link)
+    watch = LogWatch(link.open, moment=HiveView)
+    app = Overwatch("a hive", watch, operator=link)
     with SwarmClient(up.url, api_key=ADMIN) as client:
         async with app.run_test(size=WIDE, notifications=True) as pilot:
-            feed = asyncio.create_task(_feed(app, link))
+            watch.touch()
             played = await asyncio.to_thread(play_a_step, client)
-            live = app.timeline
-            await until(pilot, lambda: app.engine == "main" and live.live.moment.hive.engine("main").version == 1)
-            data = screen_data(live, live.live, 0, "main")
+            await until(pilot, lambda: app.engine == "main" and app.live.hive.engine("main").version == 1)
+            data = screen_data(app.record, app.live, 0, "main")
             assert (data.training.last_step, data.rewards.train) == (1, ((1, 0.5),))
-            await until(pilot, lambda: app.viewer.link == Link.LIVE)
+            await until(pilot, lambda: app.link[0] == Link.LIVE)
             await shows(app, pilot, "step 1 is done")
 
             episode, _ = await asyncio.to_thread(client.begin_episode, episode_type="train")
             name = episode.partition(".")[0]
-            await until(pilot, lambda: name in live.live.moment.hive.engine("main").open)
+            await until(pilot, lambda: name in app.live.hive.engine("main").open)
             await pilot.press("enter", "enter", "a")
             await shows(app, pilot, f"Abort episode {name}")
             await pilot.press("y")
@@ -82,18 +85,17 @@ async def test_over_a_gateway_a_person_sees_a_step_aborts_an_episode_and_stops_t
             await shows(app, pilot, f"bombus replay episode {played}")
 
             await pilot.press("s", "y")
-            await until(pilot, lambda: live.live.moment.hive.engine("main").phase == Phase.OFFLINE)
-            feed.cancel()
-            await asyncio.gather(feed, return_exceptions=True)
+            await until(pilot, lambda: app.live.hive.engine("main").phase == Phase.OFFLINE)
+            await watch.close()
 
     on_bus = BusLink(up.nats, "main")
-    app = Overwatch("a hive", operator=on_bus)
+    watch = LogWatch(on_bus.open, moment=HiveView)
+    app = Overwatch("a hive", watch, operator=on_bus)
     async with app.run_test(size=WIDE) as pilot:
-        feed = asyncio.create_task(_feed(app, on_bus))
-        await until(pilot, lambda: app.viewer.link == Link.LIVE and app.engine == "main")
+        watch.touch()
+        await until(pilot, lambda: app.link[0] == Link.LIVE and app.engine == "main")
         assert "a=" in await on_bus.transcript(played)
         await pilot.press("enter", "down", "enter", "enter", "t")
         await shows(app, pilot, "user")
         assert "a=" in page(app)
-        feed.cancel()
-        await asyncio.gather(feed, return_exceptions=True)
+        await watch.close()

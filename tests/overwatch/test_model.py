@@ -1,5 +1,6 @@
 """The fold that the screen draws, and the screen's data."""
 
+import asyncio
 import time
 from typing import cast, get_args
 
@@ -10,29 +11,23 @@ from hypothesis import strategies as st
 from bombus.figures import seconds_between
 from bombus.hive import events as ev
 from bombus.hive.describe import KINDS, EventGroup, line_of
-from bombus.hive.events import AbortReason, EpisodeType, Event
+from bombus.hive.events import AbortReason, EpisodeType
 from bombus.hive.state import Hive
 from bombus.insight.charts import OF, points
 from bombus.insight.metrics import step_metrics
+from bombus.insight.record import Moment, Record
 from bombus.insight.runs import Runs
-from bombus_overwatch.model import HiveView, Timeline
-from bombus_overwatch.screen import MERGED, TAIL_SHOWN, Screen, StageState, screen_data
+from bombus_overwatch.model import TAIL_SHOWN, HiveView
+from bombus_overwatch.screen import MERGED, Screen, StageState, screen_data
 from bombus_overwatch.widgets import NEAR_LIMIT, count_of, name_of, share_used
 from tests.coordinator.multi_model_in_memory import BIG, SMALL, THIRD, MultiModelHarness
 from tests.coordinator.steady_clients import Steady
-from tests.overwatch.story import ENGINE, SECOND, Story, chaos, failed, operating, rolling
-
-
-def folded(events: list[Event], frame_events: int = 1_000, frames_kept: int = 1_000) -> Timeline:
-    timeline = Timeline(frame_events=frame_events, frames_kept=frames_kept)
-    for position, event in enumerate(events, 1):
-        timeline.fold(position, event)
-    return timeline
+from tests.overwatch.story import ENGINE, SECOND, Folded, Story, ToldWatch, chaos, failed, operating, rolling
 
 
 def shown(story: Story, after_s: float = 0.0, group: EventGroup = EventGroup.ALL) -> Screen:
-    timeline = folded(story.events)
-    return screen_data(timeline, timeline.live, story.now_ns + int(after_s * SECOND), ENGINE, group)
+    record = Folded(story.events)
+    return screen_data(record, record.live, story.now_ns + int(after_s * SECOND), ENGINE, group)
 
 
 @pytest.fixture
@@ -78,8 +73,8 @@ def test_a_view_of_the_past_shows_the_steps_that_were_known_then(story: Story) -
     for version in range(3):
         story.train(version)
     second = [n for n, event in enumerate(story.events, 1) if isinstance(event, ev.StepCompleted)][1]
-    timeline = folded(story.events)
-    past = screen_data(timeline, timeline.at(second), story.now_ns, ENGINE)
+    record = Folded(story.events)
+    past = screen_data(record, Folded(story.events[:second]).live, story.now_ns, ENGINE)
     assert (past.training.last_step, len(past.training.loss)) == (2, 2)
 
 
@@ -105,7 +100,7 @@ def test_a_new_run_starts_new_curves_and_keeps_the_tail(story: Story) -> None:
     screen = shown(story)
     assert screen.rewards.train == ()
     assert screen.training.loss == ()
-    assert line_of(screen.tail[-2].event) == "run 1 stopped"
+    assert screen.tail[-2].text == "run 1 stopped"
 
 
 def test_a_steps_figures_come_from_its_metrics(story: Story) -> None:
@@ -135,16 +130,16 @@ def test_the_step_in_flight_has_its_time_and_size(story: Story) -> None:
 def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_episodes_are_open() -> None:
     run = Steady(0, 12, (4.0, 6.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
     run.run(100)
-    timeline, paced = Timeline(), 0
+    record, paced = Folded(), 0
     for position, event in enumerate(run.harness.log, 1):
-        timeline.fold(position, event)
-        status = screen_data(timeline, timeline.live, event.at_ns, ENGINE).status
+        record.fold(position, cast(ev.AnyEvent, event), event.at_ns)
+        status = screen_data(record, record.live, event.at_ns, ENGINE).status
         if isinstance(event, ev.EpisodeEnded) and status.trainer.step_in_flight:
             assert f"step {status.trainer.step_in_flight} training" in status.detail
             assert status.pace is not None
             paced += bool(status.pace.waits)
     assert paced > 10
-    assert len(timeline.steps(ENGINE, 1, timeline.newest)) > 5
+    assert len(record.metrics(f"{ENGINE}-1", record.live.position)) > 5
 
 
 def test_rates_are_means_over_log_time_and_fade_when_nothing_comes(story: Story) -> None:
@@ -210,10 +205,10 @@ def test_each_engine_is_shown_alone_with_the_events_of_the_hive() -> None:
     one, other = Story(engine="one"), Story(engine="two")
     one.boot()
     other.boot()
-    timeline = folded(one.events + other.events[1:])
-    screen = screen_data(timeline, timeline.live, one.now_ns, "two")
+    record = Folded(one.events + other.events[1:])
+    screen = screen_data(record, record.live, one.now_ns, "two")
     assert screen.engines == ("one", "two")
-    assert line_of(screen.tail[0].event) == "epoch 1 opened by coordinator-a"
+    assert screen.tail[0].text == "epoch 1 opened by coordinator-a"
     assert len(screen.tail) == len(other.events)
 
 
@@ -224,20 +219,20 @@ def test_a_claim_of_multi_model_episodes_is_one_row_on_each_of_its_engines() -> 
     harness.now_ns += 50 * SECOND
     with harness.on(SMALL):
         harness.call(first[SMALL])
-    timeline = folded(harness.log)
+    record = Folded(harness.log)
     for engine, alone in ((BIG, [single]), (SMALL, []), (THIRD, [])):
-        rows = screen_data(timeline, timeline.live, harness.now_ns, engine).episodes
+        rows = screen_data(record, record.live, harness.now_ns, engine).episodes
         multi = [("2 on big+small", 2, 1)] if engine != THIRD else []
         assert sorted((name_of(row), count_of(row), row.calls) for row in rows) == sorted(
             multi + [(name, 1, 0) for name in alone]
         )
-    (row,) = screen_data(timeline, timeline.live, harness.now_ns, SMALL).episodes
+    (row,) = screen_data(record, record.live, harness.now_ns, SMALL).episodes
     assert share_used(row) >= NEAR_LIMIT, "of its two multi-model episodes one has been idle all the time"
 
 
 def test_an_empty_log_can_be_shown() -> None:
-    timeline = Timeline()
-    screen = screen_data(timeline, timeline.live, 0)
+    record = Folded()
+    screen = screen_data(record, record.live, 0)
     assert screen.engine == ""
     assert screen.tail == ()
 
@@ -288,7 +283,7 @@ def test_many_calls_do_not_displace_trouble(story: Story) -> None:
     for _ in range(2 * TAIL_SHOWN):
         story.call(0, episode)
     trouble = shown(story, group=EventGroup.TROUBLE).tail
-    assert [line_of(row.event) for row in trouble] == ["main-1-1 aborted: infra (no disk)"]
+    assert [row.text for row in trouble] == ["main-1-1 aborted: infra (no disk)"]
 
 
 def test_every_event_has_a_text_and_a_group() -> None:
@@ -302,57 +297,48 @@ def test_every_event_has_a_text_and_a_group() -> None:
 def test_any_log_can_be_shown(seed: int) -> None:
     events = chaos(seed)
     assert all(line_of(event) for event in events)
-    timeline = folded(events)
-    screen_data(timeline, timeline.live, events[-1].at_ns if events else 0)
+    record = Folded(events)
+    screen_data(record, record.live, events[-1].at_ns if events else 0)
 
 
 def test_text_from_outside_cannot_move_the_cursor(story: Story) -> None:
     story.abort(AbortReason.CLIENT, story.claim(0, "t"), detail="\x1b[2J\r\nall is well\x07")
-    assert line_of(shown(story).tail[-1].event) == "main-1-1 aborted: client ( [2J  all is well )"
+    assert shown(story).tail[-1].text == "main-1-1 aborted: client ( [2J  all is well )"
 
 
 # ---- the fold -------------------------------------------------------------------------------------------------
 
 
-def seen(timeline: Timeline, view: HiveView) -> tuple[Hive, Screen]:
+def seen(record: Record, view: Moment) -> tuple[bytes, Screen]:
     """Return the state, and all that the screen shows of it."""
-    return view.moment.hive, screen_data(timeline, view, view.moment.now_ns)
+    assert isinstance(view, HiveView)
+    return view.encode(), screen_data(record, view, view.now_ns)
 
 
 @given(seed=st.integers(0, 10_000), position=st.integers(0, 500))
 @settings(max_examples=25, deadline=None)
 def test_going_back_shows_what_was_shown_then(seed: int, position: int) -> None:
     events = chaos(seed)
-    timeline, then = folded(events, frame_events=16), folded(events[:position])
-    assert seen(timeline, timeline.at(position)) == seen(then, then.live)
-    assert timeline.at(position).histories == then.live.histories
-    whole = folded(events)
-    assert seen(timeline, timeline.live) == seen(whole, whole.live), "what is live has not changed"
+    position = min(position, len(events))
+    watch, then, whole = ToldWatch(events), Folded(events[:position]), Folded(events)
+    assert watch.record is not None
+    assert seen(watch.record, asyncio.run(watch.at(position))) == seen(then, then.live)
+    assert seen(watch.record, watch.record.live) == seen(whole, whole.live), "what is live has not changed"
 
 
-def test_only_the_newest_events_can_be_shown_again() -> None:
-    events = rolling(2).events[:95]
-    timeline, then = folded(events, frame_events=10, frames_kept=3), folded(events[:70])
-    assert (timeline.oldest, timeline.newest) == (70, 95)
-    assert timeline.at(5).moment.hive == then.live.moment.hive
-    assert timeline.moved(95, -1) == 94
-    assert timeline.moved(72, -10) == 70
-    assert timeline.moved(70, 1) == 71
-    assert timeline.moved(94, 100) == 95
-
-
-def test_gaps_between_positions_are_skipped() -> None:
-    timeline = Timeline()
-    for position, event in zip((3, 7, 20), rolling(0).events):
-        timeline.fold(position, event)
-    assert timeline.moved(20, -1) == 7
-    assert timeline.at(19).moment.position == 7
+@given(seed=st.integers(0, 10_000), position=st.integers(0, 500))
+@settings(max_examples=25, deadline=None)
+def test_a_view_that_was_kept_is_folded_on_as_if_it_had_not_been(seed: int, position: int) -> None:
+    events = chaos(seed)
+    view = Folded(events[:position]).live.copy()
+    for number, event in enumerate(events[position:], position + 1):
+        view.fold(number, cast(ev.AnyEvent, event), event.at_ns)
+    whole = Folded(events)
+    assert seen(whole, view) == seen(whole, whole.live)
 
 
 def test_twenty_thousand_events_fold_quickly() -> None:
     events = rolling(8).events
     started = time.process_time()
-    timeline = Timeline()
-    for position in range(1, 20_001):
-        timeline.fold(position, events[(position - 1) % len(events)])
-    assert time.process_time() - started < 2.0, "0.35 s of CPU"
+    Folded(events[number % len(events)] for number in range(20_000))
+    assert time.process_time() - started < 2.0, "0.4 s of CPU"

@@ -3,21 +3,29 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from bombus.bus import Bus, EmbeddedServer
+from bombus.errors import BusUnavailable
 from bombus.hive.events import Event, encode_event, kind_of
+from bombus.insight.watch import LogWatch
+from bombus.machine.hive_keys import HiveKeys, NamedKey
 from bombus.machine.process import free_port
 from bombus_gateway.swarm.event_stream import encoded
 from bombus_overwatch.app import Overwatch
+from bombus_overwatch.model import HiveView
 from bombus_overwatch.screen import Link
-from bombus_overwatch.service import GatewayLink, _feed, follow, read_sent
+from bombus_overwatch.service import BusLink, GatewayLink, read_sent
 from tests.conftest import SMALL_STREAMS
 from tests.gateway.event_streams import served_log
-from tests.overwatch.story import Story, rolling
+from tests.gateway.swarm_hive import played_hive
+from tests.overwatch.story import Folded, Story, ToldWatch, rolling
+from tests.patience import until
 
 WAIT_S = 20.0
 
@@ -32,40 +40,32 @@ async def publish(bus: Bus, events: list[Event], start: int = 1) -> None:
     await asyncio.gather(*acks)
 
 
-class Watched(Overwatch):
-    """A screen whose position and link can be waited for."""
+@asynccontextmanager
+async def shown(link: BusLink | GatewayLink) -> AsyncIterator[Overwatch]:
+    watch = LogWatch(link.open, moment=HiveView)
+    app = Overwatch("demo", watch)
+    with watch.viewing():
+        async with app.run_test(size=(120, 36)):
+            yield app
+    await watch.close()
 
-    def __init__(self, story: Story) -> None:
-        super().__init__("demo", clock=lambda: story.now_ns)
-        self.changed = asyncio.Event()
 
-    def take(self, position: int, event: Event) -> None:
-        super().take(position, event)
-        self.changed.set()
+async def reached(app: Overwatch, position: int, link: Link) -> None:
+    await until(lambda: app.live.position >= position and app.link[0] == link)
 
-    def report(self, link: Link, why: str = "", target: int = 0) -> None:
-        super().report(link, why, target)
-        self.changed.set()
 
-    async def reached(self, position: int, link: Link) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while self.timeline.newest < position or self.viewer.link != link:
-                await self.changed.wait()
-                self.changed.clear()
+def on_bus(bus: Bus) -> BusLink:
+    return BusLink(bus.client.connected_url.geturl(), bus.subjects.hive)
 
 
 async def test_the_screen_catches_up_with_a_log_and_follows_it(bus: Bus) -> None:
     story = rolling(2)
     await publish(bus, story.events[:-5])
-    app = Watched(story)
-    async with app.run_test(size=(120, 36)):
-        feed = asyncio.create_task(follow(app, bus))
-        await app.reached(len(story.events) - 5, Link.LIVE)
+    async with shown(on_bus(bus)) as app:
+        await reached(app, len(story.events) - 5, Link.LIVE)
         await publish(bus, story.events[-5:], len(story.events) - 4)
-        await app.reached(len(story.events), Link.LIVE)
-        assert app.timeline.live.moment.hive.engines["main"].version == 2
-        feed.cancel()
-        await asyncio.gather(feed, return_exceptions=True)
+        await reached(app, len(story.events), Link.LIVE)
+        assert app.live.hive.engines["main"].version == 2
 
 
 async def test_a_server_that_dies_is_waited_for(tmp_path: Path) -> None:
@@ -76,67 +76,92 @@ async def test_a_server_that_dies_is_waited_for(tmp_path: Path) -> None:
     async with await Bus.connect(server.url, "demo") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
         await publish(bus, story.events[:-1])
-        app = Watched(story)
-        async with app.run_test(size=(120, 36)):
-            feed = asyncio.create_task(follow(app, bus))
-            await app.reached(len(story.events) - 1, Link.LIVE)
+        async with shown(BusLink(server.url, "demo")) as app:
+            await reached(app, len(story.events) - 1, Link.LIVE)
             await asyncio.to_thread(server.stop)
-            await app.reached(len(story.events) - 1, Link.AWAY)
+            await reached(app, len(story.events) - 1, Link.AWAY)
+            assert "last known state" in app.link[1]
             await asyncio.to_thread(server.start)
-            await app.reached(len(story.events) - 1, Link.LIVE)
+            await reached(app, len(story.events) - 1, Link.LIVE)
             await publish(bus, story.events[-1:], len(story.events))
-            await app.reached(len(story.events), Link.LIVE)
-            feed.cancel()
-            await asyncio.gather(feed, return_exceptions=True)
+            await reached(app, len(story.events), Link.LIVE)
     await asyncio.to_thread(server.stop)
 
 
 async def test_over_a_gateway_the_screen_catches_up_with_a_log_and_follows_it(bus: Bus) -> None:
     story = rolling(2)
     await publish(bus, story.events[:-5])
-    app = Watched(story)
-    async with served_log(bus) as (url, follower), app.run_test(size=(120, 36)):
-        feed = asyncio.create_task(_feed(app, GatewayLink(url)))
-        await app.reached(len(story.events) - 5, Link.LIVE)
+    async with served_log(bus) as (url, follower), shown(GatewayLink(url)) as app:
+        await reached(app, len(story.events) - 5, Link.LIVE)
         await publish(bus, story.events[-5:], len(story.events) - 4)
-        await app.reached(len(story.events), Link.LIVE)
-        assert app.timeline.live.moment.hive == follower.hive
-        assert len(app.timeline.steps("main", 1, len(story.events))) == 2
-        feed.cancel()
-        await asyncio.gather(feed, return_exceptions=True)
+        unknown = encode_event(story.events[0]).replace(b"epoch", b"xxxxx")
+        await bus.publisher.publish(bus.subjects.event("main", "x"), unknown, msg_id="x")
+        await publish(bus, story.events[-1:], len(story.events) + 2)
+        await reached(app, len(story.events) + 2, Link.LIVE)
+        assert app.live.hive == follower.hive
+        assert (await app.log_watch.at(len(story.events) + 1)).hive == Folded(story.events).live.hive
+        assert len(app.record.metrics("main-1", len(story.events))) == 2
+
+
+@pytest.mark.parametrize("over_gateway", [False, True])
+async def test_every_position_of_the_log_can_be_shown(bus: Bus, over_gateway: bool) -> None:
+    events = rolling(2).events
+    await publish(bus, events)
+    async with served_log(bus) as (url, _), shown(GatewayLink(url) if over_gateway else on_bus(bus)) as app:
+        await reached(app, len(events), Link.LIVE)
+        for position in (0, 1, 40, len(events) - 1):
+            moment = await app.log_watch.at(position)
+            assert moment.hive == Folded(events[:position]).live.hive
+            assert moment.position == position
 
 
 async def test_a_gateway_that_goes_away_is_waited_for_and_no_event_is_folded_twice(bus: Bus) -> None:
     story = rolling(2)
     half = len(story.events) // 2
     await publish(bus, story.events[:half])
-    app, port = Watched(story), free_port()
-    link = GatewayLink(f"http://127.0.0.1:{port}")
-    async with app.run_test(size=(120, 36)):
-        feed = asyncio.create_task(_feed(app, link))
+    port = free_port()
+    async with shown(GatewayLink(f"http://127.0.0.1:{port}")) as app:
+        await until(lambda: "the gateway at" in app.link[1])
         async with served_log(bus, port):
-            await app.reached(half, Link.LIVE)
-        await app.reached(half, Link.CONNECTING)
-        assert "the gateway at" in app.viewer.why
+            await reached(app, half, Link.LIVE)
+            record = app.record
+        await reached(app, half, Link.AWAY)
+        assert "the gateway at" in app.link[1]
         await publish(bus, story.events[half:], half + 1)
         async with served_log(bus, port) as (_, follower):
-            await app.reached(len(story.events), Link.LIVE)
-            assert app.timeline.live.moment.hive == follower.hive
-        feed.cancel()
-        await asyncio.gather(feed, return_exceptions=True)
+            await reached(app, len(story.events), Link.LIVE)
+            assert app.live.hive == follower.hive
+            assert app.record is record, "it was not read again"
+
+
+async def test_a_hive_that_refuses_ends_the_screen_and_is_said(bus: Bus) -> None:
+    keys = HiveKeys(clients={"alice": NamedKey(key="a-key-of-alice-for-tests")})
+    async with played_hive(bus, keys=keys) as played, played.served() as url:
+        watch = LogWatch(GatewayLink(f"{url}/k/a-key-of-alice-for-tests").open, moment=HiveView)
+        watch.touch()
+        await until(lambda: watch.failure is not None)
+        assert "admin key" in str(watch.failure)
+        app = Overwatch("demo", watch)
+        async with app.run_test(size=(120, 36)):
+            await until(lambda: not app.is_running)
+        await watch.close()
 
 
 def test_an_event_that_only_a_newer_release_understands_is_skipped() -> None:
-    app, link = Overwatch("demo"), GatewayLink("http://127.0.0.1:1")
+    watch, link = ToldWatch(), GatewayLink("http://127.0.0.1:1")
     for block, expected in (
-        (encoded(1, rolling(0).events[0]).removesuffix(b"\n\n"), Link.LIVE),
-        (b'id: 2\ndata: {"kind": "of.the.future"}', Link.LIVE),
-        (b": a proxy keeps the connection open", Link.LIVE),
-        (b'event: position\ndata: {"position": 3, "bus": true}', Link.CATCHING_UP),
-        (b'event: position\ndata: {"position": 2, "bus": false}', Link.AWAY),
+        (encoded(1, rolling(0).events[0]).removesuffix(b"\n\n"), 1),
+        (b'id: 2\ndata: {"kind": "of.the.future"}', 2),
+        (b": a proxy keeps the connection open", 2),
+        (encoded(3, rolling(0).events[1]).removesuffix(b"\n\n"), 3),
     ):
-        assert link._take(app, *read_sent(block)) == expected
-    assert app.timeline.newest == 1
+        if (stored := link._take(block, 0)) is not None:
+            watch.take(stored)
+        assert watch.position == expected
+    with pytest.raises(BusUnavailable, match="the bus of the gateway"):
+        link._take(b'event: position\ndata: {"position": 2, "bus": false}', 0)
+    assert watch.record is not None
+    assert watch.record.live.hive == Folded(rolling(0).events[:2]).live.hive
 
 
 @pytest.mark.parametrize("wrong", [b"data: <html>", b"id: x\ndata: {}", b'event: begin\ndata: {"position": 1}'])

@@ -1,11 +1,11 @@
-"""The terminal screen: takes events, draws the state at most ten times a second, and handles keys."""
+"""The terminal screen: draws what a watch has read of a log at most ten times a second, and handles keys."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -17,12 +17,12 @@ from textual.widgets import Static
 from bombus.errors import BombusError
 from bombus.figures import one_line
 from bombus.hive.describe import EventGroup
-from bombus.hive.events import Event
 from bombus.hive.state import Hive
-from bombus.insight.record import SECOND
+from bombus.insight.record import SECOND, Record
+from bombus.insight.watch import LogWatch
 from bombus_overwatch import palette as pal
 from bombus_overwatch.browser import Browser, Confirm, HiveOperator
-from bombus_overwatch.model import HiveView, Timeline
+from bombus_overwatch.model import HiveView
 from bombus_overwatch.reward import RewardPanel
 from bombus_overwatch.screen import Link, ViewerState, engines_of, screen_data
 from bombus_overwatch.widgets import (
@@ -42,12 +42,13 @@ from bombus_overwatch.widgets import (
 REDRAW_S = 0.1
 CATCH_UP_ROUNDS = 5  # while catching up, only every fifth timer tick draws
 PAGE_EVENTS = 100
+HOLD_S = 10.0
 
 HELP = (
     ("p", "pause the view, and resume it"),
     ("← →", "one event back or forward in time"),
     ("pgup pgdn", f"{PAGE_EVENTS} events back or forward"),
-    ("home end", "the oldest event that is kept; back to live"),
+    ("home end", "the first event of the log; back to live"),
     ("enter", "the run's groups, their episodes, and one episode; escape goes back"),
     ("s", "stop the engine's job; on an episode, a aborts it"),
     ("e", "the next engine"),
@@ -61,15 +62,6 @@ NOTES = (
     "at that event."
 )
 
-HELP_GROUPS = (
-    EventGroup.ENGINE,
-    EventGroup.EPISODES,
-    EventGroup.BATCHES,
-    EventGroup.TRAINING,
-    EventGroup.WEIGHTS,
-    EventGroup.TROUBLE,
-)
-
 
 class Help(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -81,8 +73,9 @@ class Help(ModalScreen[None]):
         for key, what in HELP:
             text.append(f"{key:<11}", f"bold {pal.AMBER}").append(f"{what}\n", pal.TEXT)
         text.append("\n")
-        for group in HELP_GROUPS:
-            mark, colour = pal.MARKS[group]
+        for group, (mark, colour) in pal.MARKS.items():
+            if group in (EventGroup.ALL, EventGroup.CALLS):
+                continue
             text.append(f"{mark} {group}  ", colour)
         text.append(f"\n\n{NOTES}", pal.QUIET)
         box = Static(text, id="help")
@@ -91,7 +84,7 @@ class Help(ModalScreen[None]):
 
 
 class Overwatch(App[None]):
-    """Shows one hive. `take` folds in an event, and `report` sets the state of the link; neither of them draws.
+    """Shows one hive, whose log `log_watch` reads with `HiveView` as its moments.
 
     `clock` returns the time in nanoseconds since the epoch. `operator` carries out what a person asks for.
     """
@@ -124,20 +117,24 @@ class Overwatch(App[None]):
     ]
 
     def __init__(
-        self, hive: str, clock: Callable[[], int] = time.time_ns, operator: HiveOperator | None = None
+        self,
+        hive: str,
+        log_watch: LogWatch,
+        clock: Callable[[], int] = time.time_ns,
+        operator: HiveOperator | None = None,
     ) -> None:
         super().__init__()
-        self.up = asyncio.Event()  # set once the screen is running and can take events
+        self.log_watch = log_watch
         self.operator = operator
-        self.timeline = Timeline()
-        self.viewer = ViewerState(hive=hive)
+        self._hive = hive
+        self._nothing = Record(Hive(), 0, HiveView)
         self._clock = clock
         self._held: HiveView | None = None
         self._held_now_ns = 0
         self._engine = ""  # "" until a person chooses one
         self.engine = ""  # the one that is shown
         self._group = EventGroup.ALL
-        self._dirty = True
+        self._drawn: object = None  # what has been drawn
         self._drawn_ns = 0
         self._rounds = 0
 
@@ -161,27 +158,30 @@ class Overwatch(App[None]):
     def on_mount(self) -> None:
         self.register_theme(pal.THEME)
         self.theme = pal.THEME.name
-        self.title = f"bombus {self.viewer.hive}"
+        self.title = f"bombus {self._hive}"
         self.set_interval(REDRAW_S, self._redraw)
         self.draw()
-        self.up.set()
 
-    # ---- events -----------------------------------------------------------------------------------------------
+    # ---- the log ----------------------------------------------------------------------------------------------
 
-    def begin(self, position: int, hive: Hive) -> None:
-        """Start again from the state `hive` at `position`. Later events follow through `take`."""
-        self.timeline = Timeline(hive, position)
-        self._dirty = True
+    @property
+    def record(self) -> Record:
+        """The record of the log, which is empty until the log is read."""
+        return self.log_watch.record or self._nothing
 
-    def take(self, position: int, event: Event) -> None:
-        """Fold in the event at `position`. Events in a burst are drawn together."""
-        self.timeline.fold(position, event)
-        self._dirty = True
+    @property
+    def live(self) -> HiveView:
+        return cast(HiveView, self.record.live)
 
-    def report(self, link: Link, why: str = "", target: int = 0) -> None:
-        """Set the state of the link to the bus; `target` is the position to catch up to."""
-        self.viewer = replace(self.viewer, link=link, why=why, target=target)
-        self._dirty = True
+    @property
+    def link(self) -> tuple[Link, str]:
+        """The state of the link to the hive, and why it is away."""
+        watch = self.log_watch
+        if watch.error:
+            if watch.record is None:
+                return Link.CONNECTING, watch.error  # the server or the hive's streams may not exist yet
+            return Link.AWAY, f"{watch.error}: this is the last known state"
+        return Link.LIVE if watch.is_ready else Link.CATCHING_UP if watch.record else Link.CONNECTING, ""
 
     # ---- drawing ----------------------------------------------------------------------------------------------
 
@@ -191,23 +191,30 @@ class Overwatch(App[None]):
         While catching up, draw less often, to leave more time for folding.
         """
         self._rounds += 1
-        if self.viewer.link == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
+        if self.log_watch.failure is not None:
+            self.exit()
+        if self.link[0] == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
             return
-        if self._dirty or (self._held is None and self._clock() - self._drawn_ns >= SECOND):
+        if self._drawn != self._drawable or (self._held is None and self._clock() - self._drawn_ns >= SECOND):
             self.draw()
+
+    @property
+    def _drawable(self) -> tuple[Record, int, tuple[Link, str]]:
+        return self.record, self.live.position, self.link
 
     def draw(self) -> None:
         """Draw the live view, or the held view if there is one."""
-        self._dirty = False
-        self._drawn_ns = self._clock()
+        self._drawn, self._drawn_ns = self._drawable, self._clock()
         view, now_ns = self.shown
-        viewer = replace(
-            self.viewer,
-            newest=self.timeline.newest,
-            oldest=self.timeline.oldest,
-            held=self._held.moment.position if self._held is not None else None,
+        viewer = ViewerState(
+            self._hive,
+            *self.link,
+            newest=self.live.position,
+            target=self.log_watch.end,
+            oldest=self.record.first,
+            held=self._held.position if self._held is not None else None,
         )
-        data = replace(screen_data(self.timeline, view, now_ns, self._engine, self._group), viewer=viewer)
+        data = replace(screen_data(self.record, view, now_ns, self._engine, self._group), viewer=viewer)
         self.engine = data.engine
         base = self.screen_stack[0]
         for panel in base.query(Panel):
@@ -221,35 +228,42 @@ class Overwatch(App[None]):
         """The view that is drawn, the held one or the live one, and its time."""
         if self._held is not None:
             return self._held, self._held_now_ns
-        return self.timeline.live, self._clock()
+        return self.live, self._clock()
 
     # ---- keys -------------------------------------------------------------------------------------------------
 
-    def action_pause(self) -> None:
+    async def action_pause(self) -> None:
         if self._held is not None:
             self.action_live()
         else:
-            self._hold(self.timeline.newest, self._clock())
+            await self._hold(self.live.position, self._clock())
 
-    def action_scrub(self, events: int) -> None:
-        held = self._held.moment.position if self._held is not None else self.timeline.newest
-        self._hold(self.timeline.moved(held, events))
+    async def action_scrub(self, events: int) -> None:
+        held = self._held or self.live
+        await self._hold(held.position + events)
 
-    def action_oldest(self) -> None:
-        self._hold(self.timeline.oldest)
+    async def action_oldest(self) -> None:
+        await self._hold(self.record.first)
 
     def action_live(self) -> None:
         self._held = None
         self.draw()
 
-    def _hold(self, position: int, now_ns: int = 0) -> None:
-        """Hold the view at `position`, as seen at `now_ns` (default: the time of the event there)."""
-        self._held = self.timeline.at(position)
-        self._held_now_ns = now_ns
+    async def _hold(self, position: int, now_ns: int = 0) -> None:
+        """Hold the view at `position` or at the nearest one that can be shown, as seen at `now_ns` (default: the time
+        of the event there)."""
+        live = self.live
+        try:
+            async with asyncio.timeout(HOLD_S):
+                found = await self.log_watch.at(min(max(position, self.record.first), live.position))
+        except (BombusError, TimeoutError) as error:
+            self._say_why(error)
+            return
+        self._held, self._held_now_ns = cast(HiveView, live.copy() if found is live else found), now_ns
         self.draw()
 
     def action_next_engine(self) -> None:
-        engines = engines_of(self.timeline.live)
+        engines = engines_of(self.live)
         if engines:
             index = engines.index(self._engine) if self._engine in engines else 0
             self._engine = engines[(index + 1) % len(engines)]
@@ -277,8 +291,7 @@ class Overwatch(App[None]):
             try:
                 await act(operator)
             except (BombusError, TimeoutError) as error:
-                why = str(error) or "the hive did not reply in time"
-                self.notify(one_line(why), title="not done", severity="error", markup=False)
+                self._say_why(error)
             else:
                 self.notify(one_line(done), markup=False)
 
@@ -287,6 +300,10 @@ class Overwatch(App[None]):
                 self.run_worker(acting(self.operator))
 
         self.push_screen(Confirm(question), answered)
+
+    def _say_why(self, error: Exception) -> None:
+        why = str(error) or "the hive did not reply in time"
+        self.notify(one_line(why), title="not done", severity="error", markup=False)
 
     def action_help(self) -> None:
         self.push_screen(Help())

@@ -107,7 +107,7 @@ class Browser(Screen[None]):
             return
         view, now_ns = self._overwatch.shown
         history = view.history(self._engine)
-        crumbs = [f"engine {self._engine}", f"run {view.moment.hive.engine(self._engine).run}"]
+        crumbs = [f"engine {self._engine}", f"run {view.hive.engine(self._engine).run}"]
         if not self._member:
             found = [*groups_of(history).items()][:GROUPS_SHOWN]
             rows = {group[0].episode: _group_row(key, group) for key, group in found}
@@ -118,8 +118,8 @@ class Browser(Screen[None]):
             crumbs.append(" ".join(key))
             rows = {each.episode: _episode_row(each, now_ns) for each in group}
         crumbs += [self._episode] * bool(self._episode)
-        is_held = view is not self._overwatch.timeline.live
-        crumbs[-1] += f"  ‖ held at event {view.moment.position:,}" * is_held
+        is_held = view is not self._overwatch.live
+        crumbs[-1] += f"  ‖ held at event {view.position:,}" * is_held
         self.query_one("#crumbs", Static).update(Text(" › ".join(map(one_line, crumbs)), f"bold {pal.AMBER}"))
         self.query_one("#keys", Static).update(self._keys())
         self.query_one("#page").display = bool(self._episode)
@@ -182,7 +182,7 @@ class Browser(Screen[None]):
     def _chosen(self) -> EpisodeRecord | None:
         """Return the episode that is shown or that the cursor is on."""
         name = self._episode or (self._at() if self._member else "")
-        return self._overwatch.timeline.live.history(self._engine).episodes.get(name)
+        return self._overwatch.live.history(self._engine).episodes.get(name)
 
     def action_abort(self) -> None:
         record = self._chosen()

@@ -1,9 +1,8 @@
-"""The contents of the screen as data, computed from the timeline by one pure function and drawn by the widgets."""
+"""The contents of the screen as data, computed from the record by one pure function and drawn by the widgets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
 
 from bombus.figures import one_line, seconds_between
 from bombus.hive import events as ev
@@ -13,10 +12,9 @@ from bombus.hive.operations.state import mean_loss
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.data import engine_status, multi_model_claims
 from bombus.hive.status.rows import EngineStatus, ModelStatus, MultiModelClaimStatus, OpenEpisode
-from bombus.insight.record import SECOND, SECONDS_KEPT
-from bombus_overwatch.model import EpisodeRecord, HiveView, LoggedEvent, RunHistory, Timeline
+from bombus.insight.record import SECOND, SECONDS_KEPT, Record
+from bombus_overwatch.model import TAIL_SHOWN, EpisodeRecord, HiveView, RunHistory, TailLine
 
-TAIL_SHOWN = 200
 RATE_S = 30  # seconds that the rates of models are averaged over
 
 # The figures that are shown in fixed places. The others are listed by name, those of the learning first.
@@ -127,7 +125,7 @@ class Screen:
     tokens_s: float
     episodes_s: float
     lost: tuple[tuple[tuple[str, str], int], ...]
-    tail: tuple[LoggedEvent, ...]
+    tail: tuple[TailLine, ...]
     tail_group: EventGroup
     viewer: ViewerState = ViewerState("")
 
@@ -147,39 +145,38 @@ def _batch_of(record: EpisodeRecord) -> str:
 
 
 def engines_of(view: HiveView) -> tuple[str, ...]:
-    return tuple(sorted(name for name in view.moment.hive.engines if name != HIVE))
+    return tuple(sorted(name for name in view.hive.engines if name != HIVE))
 
 
 def screen_data(
-    timeline: Timeline, view: HiveView, now_ns: int, engine: str = "", group: EventGroup = EventGroup.ALL
+    record: Record, view: HiveView, now_ns: int, engine: str = "", group: EventGroup = EventGroup.ALL
 ) -> Screen:
     """Return what to show of `view` at `now_ns` for `engine`, or for the first engine if unknown. The tail shows
     `group`."""
-    moment, engines = view.moment, engines_of(view)
+    engines = engines_of(view)
     chosen = engine if engine in engines else next(iter(engines), "")
-    state = moment.hive.engines.get(chosen) or EngineState(name=chosen)
-    history = view.histories.get(chosen) or RunHistory({}, {}, {})
-    now_ns = max(now_ns, moment.now_ns)
+    state = view.hive.engines.get(chosen) or EngineState(name=chosen)
+    history = view.history(chosen)
+    now_ns = max(now_ns, view.now_ns)
     status = engine_status(state, now_ns)
-    steps = timeline.steps(chosen, state.run, moment.position)
-    computed = timeline.computed(chosen, state.run, moment.position)
-    tokens_s, episodes_s = moment.per_second(chosen, now_ns)
+    steps = record.metrics(f"{chosen}-{state.run}", view.position)
+    tokens_s, episodes_s = view.per_second(chosen, now_ns)
     return Screen(
-        position=moment.position,
+        position=view.position,
         now_ns=now_ns,
         engines=engines,
         engine=chosen,
         status=status,
-        stages=_stages(timeline, view, state, now_ns),
+        stages=_stages(view, state, history.stages, now_ns),
         episodes=_episodes(view, status, now_ns),
-        models=_models(status, computed, now_ns),
+        models=_models(status, history.computed, now_ns),
         rewards=_rewards(state, history, steps),
-        training=_of_model(state, computed) if status.clients_take_episodes else _of_steps(state, steps),
+        training=_of_model(state, history.computed) if status.clients_take_episodes else _of_steps(state, steps),
         tokens=_tokens(view, chosen, now_ns),
         tokens_s=tokens_s,
         episodes_s=episodes_s,
         lost=tuple(sorted(history.lost.items(), key=lambda row: (row[0][0], -row[1], row[0][1]))),
-        tail=_tail(timeline, chosen, group, moment.position),
+        tail=_tail(view, chosen, group),
         tail_group=group,
     )
 
@@ -187,17 +184,16 @@ def screen_data(
 def _episodes(view: HiveView, status: EngineStatus, now_ns: int) -> tuple[OpenEpisode | MultiModelClaimStatus, ...]:
     """Return the open single-model episodes of an engine, and the claims of multi-model episodes."""
     single = [episode for episode in status.open_episodes if not episode.partners]
-    claims = multi_model_claims(view.moment.hive, now_ns) if len(single) < len(status.open_episodes) else ()
+    claims = multi_model_claims(view.hive, now_ns) if len(single) < len(status.open_episodes) else ()
     of_engine = [claim for claim in claims if status.engine in claim.engines]
     return tuple(sorted([*single, *of_engine], key=lambda row: -row.idle_s))
 
 
-def _stages(timeline: Timeline, view: HiveView, engine: EngineState, now_ns: int) -> tuple[StageRow, ...]:
+def _stages(
+    view: HiveView, engine: EngineState, stages: Sequence[ev.EngineProgressed], now_ns: int
+) -> tuple[StageRow, ...]:
     """Return the boot stages. Each stage ends when the next one begins; the last one ends when booting ends."""
-    logged = timeline.tail(engine.name, EventGroup.ENGINE, view.moment.position)
-    found = [each.event for each in logged if isinstance(each.event, ev.EngineProgressed)][::-1]
-    stages = [event for event in found if event.run == engine.run]
-    booted = view.moment.last.of(ev.EngineBooted, engine.name)
+    booted = view.last.of(ev.EngineBooted, engine.name)
     if booted is not None and booted.run == engine.run:
         last, end_ns = StageState.DONE, booted.at_ns
     elif engine.phase == Phase.BOOTING:
@@ -284,13 +280,13 @@ def _merged(engine: EngineState) -> dict[str, float]:
 
 def _tokens(view: HiveView, engine: str, now_ns: int) -> tuple[float, ...]:
     curve = [0.0] * SECONDS_KEPT
-    for load in view.moment.seconds.get(engine, ()):
+    for load in view.seconds.get(engine, ()):
         if 0 <= (age := now_ns // SECOND - load.second) < SECONDS_KEPT:
             curve[-1 - age] += load.tokens
     return tuple(curve)
 
 
-def _tail(timeline: Timeline, engine: str, group: EventGroup, position: int) -> tuple[LoggedEvent, ...]:
+def _tail(view: HiveView, engine: str, group: EventGroup) -> tuple[TailLine, ...]:
     """Return the newest events of the engine and of the hive itself, newest last."""
-    kept = [each for name in (HIVE, engine) for each in islice(timeline.tail(name, group, position), TAIL_SHOWN)]
-    return tuple(sorted(kept, key=lambda each: each.position)[-TAIL_SHOWN:])
+    kept = [line for name in (HIVE, engine) for line in view.tails.get((name, group), ())]
+    return tuple(sorted(kept, key=lambda line: line.position)[-TAIL_SHOWN:])

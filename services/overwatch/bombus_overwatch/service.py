@@ -1,35 +1,32 @@
-"""Connects the screen to a hive, over its bus or through a gateway, and keeps it connected."""
+"""Reads the log of a hive for the screen, over its bus or through a gateway, and carries out what a person asks."""
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 
 import httpx
 import msgspec
 
-from bombus.bus import Bus, ServerRefused, snapshots
-from bombus.bus.follow import Follower
+from bombus.bus import Bus, Stored, snapshots
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.decoding import decoded
-from bombus.hive.events import AnyEvent
+from bombus.hive.events import AnyEvent, encode_event
 from bombus.hive.state import Hive
 from bombus.hive.subjects import Subjects
+from bombus.insight.watch import LogWatch
 from bombus.replay.episode.story import read_story
 from bombus.replay.episode.text import text
 from bombus.replay.episode.tree import read_transcript
-from bombus.replay.source import BusSource, NotOnLog
+from bombus.replay.source import BusSource, LogEnd, NotOnLog, Source
 from bombus.sdk.requests import error_of, is_away
 from bombus.sdk.transport import address, client_options, reply_of
 from bombus_overwatch.app import Overwatch
-from bombus_overwatch.model import EpisodeRecord
-from bombus_overwatch.screen import Link
+from bombus_overwatch.model import EpisodeRecord, HiveView
 
-RETRY_S = 1.0
 SILENCE_S = 10.0  # a gateway sends something at least every two seconds
+UNKNOWN = b"\xc0"  # stands for an event that only a newer release understands; gateways leave those out
 TOKENS_LISTED = 0  # tokens of each reply in a transcript that are listed one by one
-LINK_CHECK_S = 0.1
-AWAY = "the bus is away: this is the last known state, and updates resume when the bus is back"
 
 
 async def run(link: "BusLink | GatewayLink", title: str) -> None:
@@ -37,30 +34,14 @@ async def run(link: "BusLink | GatewayLink", title: str) -> None:
 
     If the log is corrupt or the hive refuses, closes the screen and raises `LogCorrupted` or `SwarmError`.
     """
-    app = Overwatch(title, operator=link)
-    feed = asyncio.create_task(_feed(app, link))
-    feed.add_done_callback(lambda done: None if done.cancelled() else app.exit())
+    watch = LogWatch(link.open, moment=HiveView)
     try:
-        await app.run_async()
+        with watch.viewing():
+            await Overwatch(title, watch, operator=link).run_async()
     finally:
-        feed.cancel()
-        await asyncio.gather(feed, return_exceptions=True)
-    if not feed.cancelled():
-        feed.result()
-
-
-async def _feed(app: Overwatch, link: "BusLink | GatewayLink") -> None:
-    """Follow the log until cancelled. Raises errors in the log, and `SwarmError` if the hive refuses to show it."""
-    await app.up.wait()
-    while True:
-        try:
-            await link.feed(app)
-        except (BusUnavailable, ServerRefused) as error:
-            app.report(Link.CONNECTING, str(error))  # the server or the hive's streams may not exist yet
-        await asyncio.sleep(RETRY_S)
-
-
-# ---- over the bus -------------------------------------------------------------------------------------------------
+        await watch.close()
+    if watch.failure is not None:
+        raise watch.failure
 
 
 class BusLink:
@@ -71,10 +52,11 @@ class BusLink:
         self._hive = Subjects(hive).hive
         self._connected: Bus | None = None
 
-    async def feed(self, app: Overwatch) -> None:
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Source]:
         async with await Bus.connect(self._nats_url, self._hive, name="overwatch") as bus:
             self._connected = bus
-            await follow(app, bus)
+            yield BusSource(bus, f"hive {self._hive}")
 
     @property
     def _bus(self) -> Bus:
@@ -101,84 +83,89 @@ class BusLink:
         return "\n".join(text(transcript, TOKENS_LISTED, colour=False))
 
 
-async def follow(app: Overwatch, bus: Bus) -> None:
-    """Fold the hive's events into the screen, starting with the oldest one kept, until the bus is closed.
-
-    Raises what `Reader.read` raises.
-    """
-    app.report(Link.CATCHING_UP)
-    last = await bus.last(bus.subjects.events_stream)
-    target = last.seq if last is not None else 0
-    follower = Follower(bus, on_event=app.take, on_start=app.begin)
-    watch = asyncio.create_task(_watch(app, bus, follower, target))
-    try:
-        await follower.run()
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-
-
-async def _watch(app: Overwatch, bus: Bus, follower: Follower, target: int) -> None:
-    """Keep the link state on the screen up to date, by checking our own socket; nothing is sent to the server."""
-    shown: Link | None = None
-    while True:
-        link = _link(bus.is_connected, follower.position >= target)
-        if link != shown:
-            app.report(link, AWAY if link == Link.AWAY else "", target)
-            shown = link
-        await asyncio.sleep(LINK_CHECK_S)
-
-
-def _link(connected: bool, caught_up: bool) -> Link:
-    if not connected:
-        return Link.AWAY
-    return Link.LIVE if caught_up else Link.CATCHING_UP
-
-
-# ---- over a gateway -----------------------------------------------------------------------------------------------
-
-
-class GatewayLink:
+class GatewayLink(Source):
     """A hive that is reached through a gateway, with the key of an operator. Raises `ValueError` for a bad URL."""
+
+    running = True
 
     def __init__(self, swarm_url: str) -> None:
         self._url, key = address(swarm_url, None)
+        self.title, self.hive = f"the gateway at {self._url}", ""
         self._options = {"timeout": SILENCE_S, **client_options(self._url, None, key)}
-        self._after: int | None = None  # the newest event that has arrived
-        self._target = 0  # the position to catch up to
+        self._begin = Begin(0, b"")
+        self._told: Told | None = None
 
-    async def feed(self, app: Overwatch) -> None:
-        resumed = {} if self._after is None else {"last-event-id": str(self._after)}
-        shown: Link | None = None
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Source]:
+        self._told = None
+        async with aclosing(self.newer(None)) as batches:
+            while self._told is None:
+                await anext(batches)
+        yield self
+
+    async def base(self) -> tuple[Hive, int]:
+        state = self._begin.state
+        return snapshots.decode(state).hive if state else Hive(), self._begin.position
+
+    async def end(self) -> LogEnd:
+        return LogEnd(0 if self._told is None else self._told.position, 0)
+
+    async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
+        last = (await self.end()).seq if until is None else until
+        if after >= last:
+            return
+        async with aclosing(self.newer(after)) as batches:
+            async for batch in batches:
+                for stored in batch:
+                    if stored.seq <= last:
+                        yield stored
+                if batch and batch[-1].seq >= last:
+                    return
+
+    async def newer(self, after: int | None, last: Stored | None = None) -> AsyncGenerator[list[Stored], None]:
+        """Yield the events that the gateway sends after a position, or from the beginning, without end."""
+        query, rest, reached = {} if after is None else {"after": str(after)}, b"", after
         try:
             async with (
                 httpx.AsyncClient(**self._options) as http,
-                http.stream("GET", "/events", headers=resumed) as reply,
+                http.stream("GET", "/events", params=query) as reply,
             ):
                 await _check(reply)
-                async for block in _blocks(reply):
-                    position, sent = read_sent(block)
-                    link = self._take(app, position, sent)
-                    if link != shown:
-                        app.report(link, AWAY if link == Link.AWAY else "", self._target)
-                        shown = link
+                async for chunk in reply.aiter_raw():
+                    *blocks, rest = (rest + chunk).split(b"\n\n")
+                    batch: list[Stored] = []
+                    for stored in filter(None, (self._take(block, after) for block in blocks)):
+                        left_out = () if reached is None else range(reached + 1, stored.seq)
+                        batch += [*(Stored(seq, "", UNKNOWN, {}, 0) for seq in left_out), stored]
+                        reached = stored.seq
+                    yield batch
         except httpx.HTTPError as error:
-            raise BusUnavailable(_unreachable(self._url, error)) from error
+            raise self._away(error) from error
         except msgspec.MsgspecError as error:
             raise LogCorrupted(f"what {self._url} sends cannot be read as the events of a hive: {error}") from error
+        raise BusUnavailable(f"{self.title} is stopping")
 
-    def _take(self, app: Overwatch, position: int | None, sent: "Begin | Told | AnyEvent | None") -> Link:
-        """Take in what the gateway sent. Return the state of the link since then."""
-        is_away = False
+    def _take(self, block: bytes, after: int | None) -> Stored | None:
+        """Return the event that was sent, as the bus has it, if it was one."""
+        position, sent = read_sent(block)
         if isinstance(sent, Begin):
-            app.begin(sent.position, snapshots.decode(sent.state).hive if sent.state else Hive())
+            if after is not None:
+                raise NotOnLog(f"the log was compacted beyond event {after}: it is read again")
+            self._begin = sent
         elif isinstance(sent, Told):
-            self._target, is_away = sent.position, not sent.bus
-        elif sent is not None and position is not None:
-            app.take(position, sent)
-        if position is not None:
-            self._after = position
-        return _link(not is_away, (self._after or 0) >= self._target)
+            self._told = sent
+            if not sent.bus:
+                raise BusUnavailable(f"the bus of {self.title} is away")
+        elif position is not None:
+            known = (UNKNOWN, 0) if sent is None else (encode_event(sent), sent.at_ns)
+            return Stored(position, "", known[0], {}, known[1])
+        return None
+
+    async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        raise NotOnLog(f"{self.title} does not show what others call")
+
+    async def blob(self, name: str) -> bytes:
+        raise NotOnLog(f"{self.title} does not show what others call")
 
     async def stop(self, engine: str) -> None:
         await self._send(f"/e/{engine}/stop_engine", {})
@@ -191,10 +178,13 @@ class GatewayLink:
             async with httpx.AsyncClient(**self._options) as http:
                 reply = await http.post(path, json=body)
         except httpx.HTTPError as error:
-            raise BusUnavailable(_unreachable(self._url, error)) from error
+            raise self._away(error) from error
         await _check(reply)
         if why := reply.json().get("failure_reason"):
             raise Refused(Code.WRONG_PHASE, why)
+
+    def _away(self, error: httpx.HTTPError) -> BusUnavailable:
+        return BusUnavailable(f"{self.title} is away: {error or type(error).__name__}")
 
     async def transcript(self, episode: str) -> str:
         raise NotOnLog(
@@ -223,10 +213,6 @@ _named: dict[bytes, Callable[[bytes], Begin | Told]] = {
 _events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent, strict=False)
 
 
-def _unreachable(url: str, error: httpx.HTTPError) -> str:
-    return f"the gateway at {url} is away: {error or type(error).__name__}"
-
-
 async def _check(response: httpx.Response) -> None:
     """Raise `BusUnavailable` for an answer that may be another one later, and `SwarmError` for any other refusal."""
     if response.status_code != httpx.codes.OK:
@@ -236,15 +222,6 @@ async def _check(response: httpx.Response) -> None:
         if is_away(reply, error):
             raise BusUnavailable(error.why)
         raise error
-
-
-async def _blocks(reply: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield each server-sent event."""
-    rest = b""
-    async for chunk in reply.aiter_raw():
-        *blocks, rest = (rest + chunk).split(b"\n\n")
-        for block in blocks:
-            yield block
 
 
 def read_sent(block: bytes) -> tuple[int | None, Begin | Told | AnyEvent | None]:

@@ -5,13 +5,13 @@ from textual.widget import Widget
 
 from bombus.figures import byte_size, duration, one_line, seconds_between
 from bombus.hive.collection import Measure
-from bombus.hive.describe import line_of, tone_of
-from bombus.hive.events import EpisodeType, Event
+from bombus.hive.events import EpisodeType
 from bombus.hive.state import Phase
 from bombus.hive.status.detail import format_text, incomplete_text, way_on
 from bombus.hive.status.rows import EngineStatus, MultiModelClaimStatus, OpenEpisode, ReplicaStatus
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import Column, TextTable, bar, keys, sparkline
+from bombus_overwatch.model import TailLine
 from bombus_overwatch.palette import figure, fit, fit_end, harmless
 from bombus_overwatch.screen import (
     GRAD_NORM,
@@ -132,10 +132,10 @@ LOST: TextTable[tuple[tuple[str, str], int]] = TextTable(
     Column("", 8, lambda row: (f"{row[1]:,}", pal.TEXT)),
     none="nothing aborted or dropped",
 )
-TAIL: TextTable[Event] = TextTable(
-    Column("", 9, lambda event: (pal.clock_time(event.at_ns), pal.QUIET), left=True),
-    Column("", 2, lambda event: pal.MARKS[tone_of(event)], left=True),
-    Column("", 0, lambda event: (line_of(event), pal.MARKS[tone_of(event)][1])),
+TAIL: TextTable[TailLine] = TextTable(
+    Column("", 9, lambda line: (pal.clock_time(line.at_ns), pal.QUIET), left=True),
+    Column("", 2, lambda line: pal.MARKS[line.tone], left=True),
+    Column("", 0, lambda line: (line.text, pal.MARKS[line.tone][1])),
     none="nothing yet",
 )
 
@@ -390,8 +390,7 @@ class TailPanel(Panel):
         self.border_title = f"Events: {screen.tail_group}"
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        rows = [event for _, event in screen.tail[-height:]]
-        return TAIL.lines(rows, width, height)
+        return TAIL.lines(screen.tail[-height:], width, height)
 
 
 class Banner(Panel):

@@ -4,6 +4,10 @@ import sqlite3
 import zlib
 from contextlib import aclosing
 
+import msgspec
+
+from bombus.bus.follow import read_event
+from bombus.errors import NewerEvent
 from bombus.insight.record import Moment
 from bombus.replay.source import NotOnLog, Source
 
@@ -19,6 +23,7 @@ class Keyframes:
     def __init__(self, first: Moment, events_apart: int = EVENTS_APART, bytes_max: int = BYTES_MAX) -> None:
         self._apart = events_apart
         self._bytes_max = bytes_max
+        self._decode = msgspec.msgpack.Decoder(type(first)).decode
         self._kept = sqlite3.connect("", isolation_level=None)  # an empty name means a temporary file
         self._kept.execute("CREATE TABLE keyframes (position INTEGER PRIMARY KEY, body BLOB)")
         self.bytes = 0
@@ -53,17 +58,22 @@ class Keyframes:
         found = self._kept.execute(query, (position,)).fetchone()
         if found is None:
             raise NotOnLog(f"there is no state at event {position}: the log begins later")
-        return Moment.decode(zlib.decompress(found[0]))
+        return self._decode(zlib.decompress(found[0]))
 
     def close(self) -> None:
         self._kept.close()
 
 
 async def moment_at(source: Source, keyframes: Keyframes, position: int) -> Moment:
-    """Return the state at `position`, folded from the nearest keyframe. Raises what `Source.events` raises."""
+    """Return the state at `position`, folded from the nearest keyframe. Raises what `Source.in_order` raises."""
     moment = keyframes.before(position)
     if moment.position < position:
-        async with aclosing(source.events(moment.position, position)) as entries:
-            async for entry in entries:
-                moment.fold(entry.seq, entry.event, entry.time_ns)
+        async with aclosing(source.in_order(moment.position, position)) as messages:
+            async for stored in messages:
+                try:
+                    moment.fold(stored.seq, read_event(stored), stored.written_ns)
+                except NewerEvent:
+                    if not source.running:
+                        raise
+        moment.position = position
     return moment

@@ -6,21 +6,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 
-from bombus.bus import Bus, Reader, ServerRefused, Stored
+from bombus.bus import ServerRefused, Stored
 from bombus.bus.follow import read_event
 from bombus.errors import BombusError, BusUnavailable, NewerEvent, StreamEndLost
+from bombus.hive.state import Hive
 from bombus.insight.keyframes import Keyframes, moment_at
 from bombus.insight.record import Moment, Record
 from bombus.insight.runs import ANSWERS_READ, read_answers
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
-from bombus.replay.source import BusSource, NotOnLog, Source
+from bombus.replay.source import NotOnLog, Source
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 300.0
 RETRY_S = 2.0
 PAUSE_S = 1.0  # between two times that new events are read, and that viewers are told of them
-SILENCE_S = 30.0  # without an event that is there, until the log is opened again
 SLICE = 256  # events that are folded before other tasks may go on
 MOMENTS_KEPT = 4
 
@@ -30,18 +30,20 @@ OpenLog = Callable[[], AbstractAsyncContextManager[Source]]
 class LogWatch:
     """A log that is read from when somebody first looks until `idle_s` seconds after nobody does.
 
-    Once `is_ready`, `source` and `record` are set. `end` is the event up to which the log has to be read until then,
-    and `error` says why it cannot be read.
+    Once `is_ready`, `source` and `record` are set. `end` is the event up to which the log has to be read until then.
+    `error` says why it cannot be read at present; what was read stays meanwhile. `failure` is why nobody tries again.
     """
 
-    def __init__(self, open_log: OpenLog, idle_s: float = IDLE_S) -> None:
+    def __init__(self, open_log: OpenLog, idle_s: float = IDLE_S, moment: type[Moment] = Moment) -> None:
         self.source: Source | None = None
         self.record: Record | None = None
         self.end = 0
         self.is_ready = False
         self.error = ""
+        self.failure: Exception | None = None
         self._open_log = open_log
         self._idle_s = idle_s
+        self._moment = moment
         self._viewers = 0
         self._keyframes: Keyframes | None = None
         self._newest: Stored | None = None  # the event that was read last
@@ -103,10 +105,10 @@ class LogWatch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def at(self, position: int) -> Moment:
-        """Return the state at a position of the log, for reading only. Raises `NotOnLog` or what reading raises."""
+        """Return the state at a position of the log, for reading only. Raises `NotOnLog`, `BusUnavailable`, or what
+        reading raises."""
         record, source, keyframes = self.record, self.source, self._keyframes
         assert record is not None
-        assert source is not None
         assert keyframes is not None
         if position == record.live.position:
             return record.live
@@ -114,8 +116,8 @@ class LogWatch:
             raise NotOnLog(f"there is no event {position}: the log goes from {record.first} to {record.live.position}")
         if (known := self._moments.get(position)) is not None:
             return known
-        if isinstance(source, BusSource):
-            source.extend(record.live.position, record.live.now_ns)
+        if source is None:
+            raise BusUnavailable(self.error)
         moment = self._moments[position] = await moment_at(source, keyframes, position)
         while len(self._moments) > MOMENTS_KEPT:
             del self._moments[next(iter(self._moments))]
@@ -152,28 +154,31 @@ class LogWatch:
     async def _run(self, previous: asyncio.Task[None] | None) -> None:
         if previous is not None:
             await asyncio.gather(previous, return_exceptions=True)
-        while True:
-            try:
-                async with self._open_log() as source:
-                    self.end, self.source = (await source.end()).seq, source
-                    self.error = ""
-                    await self._read(source)
-                    await asyncio.Event().wait()  # the source stays open for pages that read episodes
-            except (BusUnavailable, NotOnLog, ServerRefused, StreamEndLost) as error:
-                self._failed(str(error))
+        try:
+            while True:
+                try:
+                    async with self._open_log() as self.source:
+                        await self._read(self.source)
+                        await asyncio.Event().wait()  # the source stays open for pages that read episodes
+                except (BusUnavailable, ServerRefused) as error:
+                    if self.position < self.end:  # it was not read up to there yet
+                        self._forget()
+                    self._failed(str(error))
+                except (NotOnLog, StreamEndLost) as error:
+                    self._forget()
+                    self._failed(str(error))
                 await asyncio.sleep(RETRY_S)
-            except (BombusError, OSError, ValueError) as error:
-                self._failed(str(error))
-                return
-            except Exception as error:  # a bug: the page says so, instead of reading for ever
+        except Exception as error:  # a bug too: the page says so, instead of reading for ever
+            self.failure = error
+            is_bug = not isinstance(error, BombusError | OSError | ValueError)
+            if is_bug:
                 log.exception("the log cannot be shown")
-                self._failed(f"{type(error).__name__}: {error}")
-                return
-            finally:
-                self._forget()
+            self._failed(f"{type(error).__name__}: {error}" if is_bug else str(error))
+        finally:
+            self._forget()
 
     def _failed(self, why: str) -> None:
-        self.error = why
+        self.source, self.is_ready, self.error = None, False, why
         self._notify()
 
     def _forget(self) -> None:
@@ -188,46 +193,34 @@ class LogWatch:
             self._keyframes = None
 
     async def _read(self, source: Source) -> None:
-        """Fold the log up to its present end, and then what a running hive adds."""
-        hive, position = await source.base()
-        self._moments.clear()
-        self.record = Record(hive, position)
-        self._keyframes = Keyframes(self.record.live)
-        async with aclosing(source.in_order(position)) as messages:
-            async for stored in messages:
-                self._take(stored)
-                if stored.seq % SLICE == 0:
+        """Fold the log up to its present end, unless that was done, and then what a running hive adds, at most once
+        every `PAUSE_S` seconds."""
+        if self.record is None:
+            self.end = (await source.end()).seq
+            self.begin(*await source.base())
+            async with aclosing(source.in_order(self.position)) as messages:
+                async for stored in messages:
+                    self.take(stored)
+                    if stored.seq % SLICE == 0:
+                        self._notify()
+                        await asyncio.sleep(0)
+        self.is_ready, self.error, self.failure = True, "", None
+        self._notify()
+        while source.running:
+            await asyncio.sleep(PAUSE_S)
+            async with aclosing(source.newer(self.position, self._newest)) as batches:
+                async for batch in batches:
+                    for stored in batch:
+                        self.take(stored)
                     self._notify()
                     await asyncio.sleep(0)
-        self.is_ready = True
-        self._notify()
-        if isinstance(source, BusSource) and source.running:
-            await self._follow(source.bus)
 
-    async def _follow(self, bus: Bus) -> None:
-        """Fold what is new, at most once every `PAUSE_S` seconds, and each time all of it with a new reader: what has
-        piled up is read in bulk, which takes a fifth of the CPU of messages that arrive one by one."""
-        while True:
-            await asyncio.sleep(PAUSE_S)
-            end = (await bus.state(bus.subjects.events_stream)).last_seq
-            if end == self.position:
-                continue  # a reader would wait for the next event, and for ever if the hive goes on at another address
-            after = None if self._newest is None else self._newest.place
-            async with Reader(bus, bus.subjects.events_stream, self.position + 1, after=after) as reader:
-                while True:
-                    try:
-                        async with asyncio.timeout(SILENCE_S):
-                            new = await reader.read(SLICE)
-                    except TimeoutError:
-                        raise BusUnavailable(f"no event was read within {SILENCE_S:g} s") from None
-                    for stored in new:
-                        self._take(stored)
-                    if self.position >= end:
-                        break
-                    await asyncio.sleep(0)
-            self._notify()
+    def begin(self, hive: Hive, position: int) -> None:
+        """Begin to fold at the state `hive` at `position`. `take` folds what comes after it."""
+        self.record = Record(hive, position, self._moment)
+        self._keyframes = Keyframes(self.record.live)
 
-    def _take(self, stored: Stored) -> None:
+    def take(self, stored: Stored) -> None:
         assert self.record is not None
         assert self._keyframes is not None
         if stored.seq != self.position + 1:

@@ -1,5 +1,6 @@
 """A log that can be read any number of times, wherever it is stored."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -10,7 +11,7 @@ import msgspec
 from bombus.bus import EPOCH, INBOX, Blobs, Bus, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.streams import limited_streams
-from bombus.errors import BombusError, LogCorrupted
+from bombus.errors import BombusError, BusUnavailable, LogCorrupted
 from bombus.hive.events import AnyEvent, kind_of
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Tick
@@ -18,6 +19,8 @@ from bombus.hive.records import CallRecord, CallRef, decode_record
 from bombus.hive.state import Hive
 
 RECORDS_AT_ONCE = 256
+NEWER_AT_ONCE = 256  # events
+SILENCE_S = 30.0  # without an event that is there, until the bus counts as away
 # The streams whose messages a log refers to:
 CALLS: Final = "calls"
 OPS: Final = "ops"
@@ -70,6 +73,11 @@ class Source(ABC):
     def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
         """Yield the messages of the events after `after`, up to and including `until` (default: the end), in order."""
 
+    def newer(self, after: int, last: Stored | None = None) -> AsyncGenerator[list[Stored], None]:
+        """Yield what a running hive has added after `after`, up to its present end or without end. `last` is the
+        message at `after`, if it is known. Raises `BusUnavailable`, and `StreamEndLost` if the log has lost it."""
+        raise NotImplementedError(f"{self.title} is not running")
+
     @abstractmethod
     async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
         """Return the messages of `CALLS`, `OPS` or `TRAJECTORIES` with these numbers, in the given order, with None for
@@ -97,8 +105,7 @@ class Source(ABC):
 
         Raises `LogCorrupted` if an event is missing, and `NotOnLog` if the log was compacted while it was being read.
         """
-        end = (await self.end()).seq
-        last, until = after, end if until is None else min(until, end)
+        last, until = after, (await self.end()).seq if until is None else until
         async with aclosing(self.stored(after, until)) as messages:
             async for stored in messages:
                 if stored.seq != last + 1:
@@ -199,19 +206,33 @@ class BusSource(Source):
             self._end = LogEnd(newest.seq, newest.written_ns) if newest else LogEnd((await self.base())[1], 0)
         return self._end
 
-    def extend(self, seq: int, time_ns: int) -> None:
-        """Let reading go on to event `seq`, stored at `time_ns`, which a running hive has added meanwhile."""
-        self._end = LogEnd(seq, time_ns)
-
     async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
-        end = (await self.end()).seq
-        last = end if until is None else min(until, end)
+        last = (await self.end()).seq if until is None else until
         if after >= last:
             return
         async with Reader(self.bus, self.bus.subjects.events_stream, after + 1) as reader:
             async for stored in reader:
                 yield stored
                 if stored.seq >= last:
+                    return
+
+    async def newer(self, after: int, last: Stored | None = None) -> AsyncGenerator[list[Stored], None]:
+        # A new reader reads what has piled up in bulk, with a fifth of the CPU of messages that arrive one by one.
+        stream = self.bus.subjects.events_stream
+        if not self.bus.is_connected:
+            raise BusUnavailable("the bus is away")
+        end = (await self.bus.state(stream)).last_seq
+        if end == after:
+            return  # a reader would wait for the next event, and for ever if the hive goes on at another address
+        async with Reader(self.bus, stream, after + 1, after=None if last is None else last.place) as reader:
+            while True:
+                try:
+                    async with asyncio.timeout(SILENCE_S):
+                        batch = await reader.read(NEWER_AT_ONCE)
+                except TimeoutError:
+                    raise BusUnavailable(f"no event was read within {SILENCE_S:g} s") from None
+                yield batch
+                if batch[-1].seq >= end:
                     return
 
     async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:

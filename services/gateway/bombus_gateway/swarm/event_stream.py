@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from itertools import takewhile
 from math import isfinite
 from typing import Any
 
@@ -128,12 +129,8 @@ class EventStream:
 
     def _newer(self, position: int) -> bytes:
         """Return the recent events after a position."""
-        found: list[bytes] = []
-        for seq, frame in reversed(self._recent):
-            if seq <= position:
-                break
-            found.append(frame)
-        return b"".join(reversed(found))
+        newest = takewhile(lambda kept: kept[0] > position, reversed(self._recent))
+        return b"".join([frame for _, frame in newest][::-1])
 
     async def _begin(self, after: int | None) -> tuple[int, bytes]:
         """Return the position after which to start and, unless the viewer resumes there, the event that says so."""

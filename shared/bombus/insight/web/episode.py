@@ -4,7 +4,6 @@ from markupsafe import Markup
 from starlette.responses import Response
 
 from bombus.hive.episodes import without_secret
-from bombus.insight.record import Moment
 from bombus.insight.web.pages import Visit, page
 from bombus.replay.episode.html import body
 from bombus.replay.episode.story import read_story
@@ -17,7 +16,7 @@ async def show(visit: Visit) -> Response:
     name = without_secret(visit.request.path_params["episode"])
     claimed_at = visit.record.claimed_at(name)
     before = await visit.watch.at(min(max(visit.record.first, claimed_at - 1), visit.position))
-    start = Moment.decode(before.encode())  # reading changes it
+    start = before.copy()  # reading changes it
     try:
         story = await read_story(visit.source, name, (start.hive, start.position), visit.position)
     except NotOnLog:
