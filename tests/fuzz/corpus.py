@@ -469,6 +469,7 @@ WITHOUT_BODY = {
     "/health",
     "/ready",
     ENDLESS,
+    "/call_record",
     "/list_inference_endpoints",
     "/docs",
     "/metrics",

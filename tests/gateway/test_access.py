@@ -44,7 +44,7 @@ CALL = {
     *TOKENS,
 }  # these need an episode's key
 CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/resume_engine", "/sync_train_code"}
-CONTROL |= {"/register", "/reset_data", "/stop_episode", "/events"}
+CONTROL |= {"/register", "/reset_data", "/stop_episode", "/events", "/call_record"}
 CONTROL |= {"/sleep", "/wake_up"}
 CLIENTS = {
     "/get_engine_status",
@@ -123,7 +123,7 @@ CLIENTS |= {"/scored_data_list", "/status", "/status-env", "/wandb_info"}
 
 
 MULTI_MODEL = {f"/{what}_multi_model_episodes" for what in ("claim", "end", "abort", "touch")}
-OF_HIVE = MULTI_MODEL | {"/events"}  # not below /e/main
+OF_HIVE = MULTI_MODEL | {"/events", "/call_record"}  # not below /e/main
 
 METRICS = {"/metrics", "/metrics/replicas"}  # of no engine
 

@@ -17,6 +17,7 @@ from bombus.hive import events as ev
 from bombus.hive.episodes import KEY_PREFIX
 from bombus.hive.events import AnyEvent
 from bombus.hive.fold.evolve import evolve
+from bombus.hive.records import decode_record
 from bombus.hive.state import FOLD, Hive
 from bombus.machine.hive_keys import HiveKeys, NamedKey
 from bombus_gateway.swarm import event_stream
@@ -195,6 +196,27 @@ async def test_where_clients_have_names_and_there_is_no_admin_none_of_them_reads
     async with played_hive(bus, keys=keys) as played:
         reply = await played.http.get("/events", headers={"x-api-key": "a-key-of-alice-for-tests"})
         assert (reply.status_code, reply.json()["code"]) == (401, "bad_key")
+
+
+async def test_the_record_of_a_call_is_given_to_the_admin_key_alone(bus: Bus) -> None:
+    admin, client = "an-admin-key-for-tests", "a-client-key-for-tests"
+    async with played_hive(bus, keys=HiveKeys(admin=admin, client=client)) as played:
+        played.http.headers["x-api-key"] = admin
+        await played.start()
+        ref = await played.call((await played.claim())["episode_uuid"], ({"role": "user", "content": "1+1"},), "2")
+        reply = await played.http.get(f"/call_record?seq={ref.seq}")
+        assert decode_record(reply.content, ref).messages == ({"role": "user", "content": "1+1"},)
+        for query, code in ((ref.seq + 1, "no_calls"), ("", "malformed"), ("0", "malformed"), ("x", "malformed")):
+            assert (await played.http.get(f"/call_record?seq={query}")).json()["code"] == code
+        refused = await played.http.get(f"/call_record?seq={ref.seq}", headers={"x-api-key": client})
+        assert (refused.status_code, refused.json()["code"]) == (401, "bad_key")
+
+
+@pytest.mark.parametrize("keys", [HiveKeys(), HiveKeys(client="a-client-key-for-tests")])
+async def test_a_hive_without_an_admin_key_gives_no_record_to_anybody(bus: Bus, keys: HiveKeys) -> None:
+    async with played_hive(bus, keys=keys) as played:
+        played.http.headers["x-api-key"] = "a-client-key-for-tests"
+        assert (await played.http.get("/call_record?seq=1")).json()["code"] == "bad_key"
 
 
 async def test_an_operator_aborts_an_episode_by_its_name_and_a_client_needs_its_secret(bus: Bus) -> None:

@@ -330,7 +330,8 @@ _EVENT = object_of(
     data={"type": "string", "contentMediaType": "application/json"},
 )  # an event of the log has no name, and its position as `id`
 EVENTS = {"description": "Server-sent events, without end", "content": {"text/event-stream": {"itemSchema": _EVENT}}}
-# The answer of each path: its type, or how a stream is described, or None if every request is refused.
+RECORD = {"description": "The record of a call, in MessagePack", "content": {"application/octet-stream": {}}}
+# The answer of each path: its type, or how other bytes are described, or None if every request is refused.
 ANSWERS: dict[str, Any] = {
     "/get_engine_status": EngineStatusAnswer,
     "/sync_train_config": ConfiguredAnswer,
@@ -358,6 +359,7 @@ ANSWERS: dict[str, Any] = {
     "/read_ended_episodes": EndedEpisodesAnswer,
     "/take_ended_episodes": SuccessAnswer,
     "/events": EVENTS,
+    "/call_record": RECORD,
     "/claim_multi_model_episodes": ClaimedMultiModelEpisodesAnswer | NoMultiModelEpisodesAnswer,
     "/end_multi_model_episodes": SuccessAnswer,
     "/abort_multi_model_episodes": SuccessAnswer,

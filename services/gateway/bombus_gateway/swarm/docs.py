@@ -23,16 +23,16 @@ def described(gateway: Gateway, routes: Iterable[SwarmRoute]) -> APIRouter:
     router = APIRouter(tags=["swarm"])
     for access, method, path, handler, body in routes:
         answer = ANSWERS[path]
-        is_stream = isinstance(answer, dict)
+        is_described = isinstance(answer, dict)
         router.add_api_route(
             path,
             handler,
             methods=[method],
             dependencies=[guards[access]],
-            response_model=None if is_stream else answer,
-            response_class=Response if is_stream else JSONResponse,
+            response_model=None if is_described else answer,
+            response_class=Response if is_described else JSONResponse,
             status_code=200 if answer is not None else STATUS[Code.UNSUPPORTED],
-            responses={**REFUSALS, 200: answer} if is_stream else REFUSALS,
+            responses={**REFUSALS, 200: answer} if is_described else REFUSALS,
             openapi_extra=None if body is None else {"requestBody": request_body(schema_of(body.model_json_schema()))},
         )
     return router

@@ -1,12 +1,33 @@
-"""Reads a model call back from the log as its client saw it: request and reply in OpenAI's chat format."""
+"""Reads a model call back from the log: as its client saw it, in OpenAI's chat format, or its record."""
 
 from typing import Any
 
+from fastapi import Request, Response
+
 from bombus.bus import Bus
-from bombus.errors import Code, Refused
+from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive.records import CallRecord, CallRef, decode_record
+from bombus_gateway.context import Gateway
 
 TURNS_MAX = 1000
+SEQ_DIGITS_MAX = 18
+
+
+async def call_record(gateway: Gateway, request: Request) -> Response:
+    """Return the record of the call whose number on the log is `?seq=`: its prompt, what was sampled, and all tokens.
+
+    Only the hive's admin key may read it. If the hive has no admin key, no request may.
+    """
+    if not gateway.settings.keys.admin:
+        raise Refused(Code.BAD_KEY, "Only an admin key can read prompts and answers: give the hive one, and send it.")
+    seq = request.query_params.get("seq", "")
+    if not (seq.isascii() and seq.isdecimal() and len(seq) <= SEQ_DIGITS_MAX and int(seq)):
+        raise Refused(Code.MALFORMED, f"seq: {seq[:50]!r} is not the number of a call.")
+    try:
+        stored = await gateway.bus.get(gateway.bus.subjects.calls_stream, int(seq))
+    except LogCorrupted as error:
+        raise Refused(Code.NO_CALLS, f"The log does not hold call {seq}.") from error
+    return Response(stored.data, media_type="application/octet-stream")
 
 
 async def replay_call(bus: Bus, ref: CallRef, model: str) -> dict[str, Any]:

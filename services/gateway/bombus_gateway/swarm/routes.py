@@ -29,7 +29,7 @@ from bombus_gateway.swarm.ended import EndedEpisodes
 from bombus_gateway.swarm.engine import EngineRoutes
 from bombus_gateway.swarm.event_stream import EventStream
 from bombus_gateway.swarm.multi_model import MultiModelRoutes
-from bombus_gateway.swarm.replay import replay_call
+from bombus_gateway.swarm.replay import call_record, replay_call
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +91,13 @@ def swarm_routes(gateway: Gateway, engine: str) -> list[SwarmRoute]:
 
 
 def hive_routes(gateway: Gateway) -> list[SwarmRoute]:
-    """Return the routes that belong to no engine, to be mounted at the root: the hive's events, and multi-model
-    episodes, which span several engines."""
+    """Return the routes that belong to no engine, to be mounted at the root: the hive's events and calls, and
+    multi-model episodes, which span several engines."""
     context = EngineContext(gateway, HIVE)
     multi = MultiModelRoutes(context)
     return [
         _control("GET", "/events", EventStream(gateway).read),
+        _control("GET", "/call_record", partial(call_record, gateway)),
         _client("POST", "/claim_multi_model_episodes", multi.claim, bodies.ClaimMultiModelEpisodes),
         _client("POST", "/end_multi_model_episodes", multi.end, bodies.EndMultiModelEpisodes),
         _client("POST", "/abort_multi_model_episodes", multi.abort, bodies.AbortEpisodes),
