@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from bombus.bus import Stored
+from bombus.bus import BlobMissing, Stored
 from bombus.hive import events as ev
 from bombus.hive.events import (
     AbortReason,
@@ -475,10 +475,10 @@ class ToldSource(Source):
             yield stored
 
     async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
-        raise NotImplementedError
+        return [None for _ in seqs]
 
     async def blob(self, name: str) -> bytes:
-        raise NotImplementedError
+        raise BlobMissing(f"{self.title} has no object {name}")
 
 
 class ToldWatch(LogWatch):
@@ -501,3 +501,4 @@ class ToldWatch(LogWatch):
             stored = Stored(self.position + 1, kind_of(event), encode_event(event), {}, event.at_ns)
             self.source.told.append(stored)
             self.take(stored)
+        self._notify()

@@ -69,11 +69,6 @@ def test_the_groups_of_a_run(snap_compare: Compare) -> None:
     assert snap_compare(app_of(rolling(2)), press=["enter", "down"], terminal_size=WIDE)
 
 
-def test_an_episode_with_its_calls(snap_compare: Compare) -> None:
-    press = ["enter", *["down"] * 16, "enter", "down", "enter"]
-    assert snap_compare(app_of(rolling(2)), press=press, terminal_size=WIDE)
-
-
 def test_a_confirmation(snap_compare: Compare) -> None:
     assert snap_compare(app_of(rolling(2)), press=["s"], terminal_size=(80, 24))
 
@@ -98,10 +93,6 @@ class Operator:
 
     async def abort(self, engine: str, record: EpisodeRecord) -> None:
         self._ask(f"abort {record.episode} of {record.client} on {engine}")
-
-    async def transcript(self, episode: str) -> str:
-        self._ask(f"read {episode}")
-        return "user: a=\nassistant: \x1b[2Jaa"
 
 
 def operated(story: Story, operator: Operator) -> Overwatch:
@@ -132,8 +123,8 @@ async def test_enter_goes_from_a_run_to_an_episode_and_escape_back_to_where_one_
         await shows(app, pilot, "engine main › run 1 › step 2 gcd chain #14\n")
         await pilot.press("down", "enter")
         await shows(app, pilot, "engine main › run 1 › step 2 gcd chain #14 › main-1-64\n")
-        assert "fate     in a batch, trained in step 2" in page(app)
-        assert page(app).count("complete") == 2, "its two calls"
+        await shows(app, pilot, "no success; trained in step 2 (event 202)")
+        assert page(app).count("note: call call") == 2, "its two calls"
         await pilot.press("escape", "enter")
         await shows(app, pilot, "› main-1-64\n")
         await pilot.press("escape", "escape", "enter")
@@ -159,6 +150,20 @@ async def test_a_group_stays_in_view_when_its_batch_is_sealed() -> None:
         await shows(app, pilot, f"› step 1 {group.task}\n")
         await shows(app, pilot, "in a batch")
         assert page(app).count("in a batch") == 4
+
+
+async def test_an_open_episode_is_read_again_once_it_has_another_call() -> None:
+    story = rolling(0)
+    app, told = app_of(story), len(story.events)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.press("enter", *["down"] * 3, "enter", "enter")
+        await shows(app, pilot, "still open at the end of the log")
+        episode = page(app).splitlines()[0].rpartition("› ")[2].strip()
+        before = page(app).count("note: call call")
+        story.call(0, episode)
+        tell(app, *story.events[told:])
+        await shows(app, pilot, f"note: call call{story.calls} at")
+        assert page(app).count("note: call call") == before + 1
 
 
 async def test_an_open_episode_is_aborted_after_a_yes_and_after_nothing_else() -> None:
@@ -194,18 +199,6 @@ async def test_a_job_is_stopped_after_a_yes_and_a_refusal_is_shown() -> None:
         app.operator = Operator("it is not [b]running")
         await pilot.press("s", "y")
         await shows(app, pilot, "it is not [b]running")
-
-
-async def test_the_transcript_of_an_episode_is_read_when_asked_for() -> None:
-    operator = Operator()
-    app = operated(rolling(2), operator)
-    async with app.run_test(size=WIDE, notifications=True) as pilot:
-        await pilot.press("enter", *["down"] * 16, "enter", "enter", "t")
-        await shows(app, pilot, "assistant:  [2Jaa")
-        assert operator.asked == ["read main-1-63"]
-        app.operator = Operator("its calls were purged")
-        await pilot.press("t")
-        await shows(app, pilot, "its calls were purged")
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------
@@ -312,13 +305,25 @@ async def test_catching_up_shows_how_far_it_is(story: Story) -> None:
     app = app_of(story)
     async with app.run_test(size=WIDE) as pilot:
         app.log_watch.is_ready, app.log_watch.end = False, 2 * len(story.events)
+        app.draw()
         await drawn(app, pilot, f"catching up ━━━━━───── of {2 * len(story.events):,}")
+
+
+async def test_a_log_that_is_not_read_yet_cannot_be_held() -> None:
+    watch = ToldWatch()
+    watch.record = None
+    app = Overwatch("demo", watch)
+    async with app.run_test(size=WIDE, notifications=True) as pilot:
+        await pilot.press("left")
+        await shows(app, pilot, "the log is not read yet")
+        assert "held" not in text(app, Banner)
 
 
 async def test_while_the_bus_is_away_the_reason_is_shown(story: Story) -> None:
     app = app_of(story)
     async with app.run_test(size=WIDE) as pilot:
         app.log_watch.error = "the bus is away"
+        app.draw()
         await drawn(app, pilot, "reconnecting")
         assert "the bus is away" in text(app, KeyBar)
 

@@ -139,7 +139,7 @@ def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_e
             assert status.pace is not None
             paced += bool(status.pace.waits)
     assert paced > 10
-    assert len(record.metrics(f"{ENGINE}-1", record.live.position)) > 5
+    assert len(record.runs.series[f"{ENGINE}-1"].steps) > 5
 
 
 def test_rates_are_means_over_log_time_and_fade_when_nothing_comes(story: Story) -> None:

@@ -19,7 +19,7 @@ from bombus.machine.process import free_port
 from bombus_gateway.swarm.event_stream import encoded
 from bombus_overwatch.app import Overwatch
 from bombus_overwatch.model import HiveView
-from bombus_overwatch.screen import Link
+from bombus_overwatch.screen import Link, screen_data
 from bombus_overwatch.service import BusLink, GatewayLink, read_sent
 from tests.conftest import SMALL_STREAMS
 from tests.gateway.event_streams import served_log
@@ -100,7 +100,7 @@ async def test_over_a_gateway_the_screen_catches_up_with_a_log_and_follows_it(bu
         await reached(app, len(story.events) + 2, Link.LIVE)
         assert app.live.hive == follower.hive
         assert (await app.log_watch.at(len(story.events) + 1)).hive == Folded(story.events).live.hive
-        assert len(app.record.metrics("main-1", len(story.events))) == 2
+        assert screen_data(app.record, app.live, 0).training.last_step == 2
 
 
 @pytest.mark.parametrize("over_gateway", [False, True])
@@ -113,6 +113,18 @@ async def test_every_position_of_the_log_can_be_shown(bus: Bus, over_gateway: bo
             moment = await app.log_watch.at(position)
             assert moment.hive == Folded(events[:position]).live.hive
             assert moment.position == position
+
+
+async def test_a_gateway_of_a_hive_without_an_admin_key_shows_an_episode_without_its_calls(bus: Bus) -> None:
+    events = rolling(1).events
+    await publish(bus, events)
+    async with served_log(bus) as (url, _), shown(GatewayLink(url)) as app:
+        await reached(app, len(events), Link.LIVE)
+        transcript = await app.log_watch.transcript("main-1-1", len(events))
+        assert transcript.story.outcome is not None
+        assert transcript.turns == ()
+        assert all("Only an admin key can read prompts" in lost for lost in transcript.lost)
+        assert transcript.lost
 
 
 async def test_a_gateway_that_goes_away_is_waited_for_and_no_event_is_folded_twice(bus: Bus) -> None:
@@ -164,7 +176,7 @@ def test_an_event_that_only_a_newer_release_understands_is_skipped() -> None:
     assert watch.record.live.hive == Folded(rolling(0).events[:2]).live.hive
 
 
-@pytest.mark.parametrize("wrong", [b"data: <html>", b"id: x\ndata: {}", b'event: begin\ndata: {"position": 1}'])
+@pytest.mark.parametrize("wrong", [b"data: <html>", b"id: x\ndata: {}", b'event: begin\ndata: {"state": ""}'])
 def test_what_is_no_event_of_a_hive_is_an_error(wrong: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         read_sent(wrong)

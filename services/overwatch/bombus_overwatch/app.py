@@ -40,26 +40,13 @@ from bombus_overwatch.widgets import (
 )
 
 REDRAW_S = 0.1
-CATCH_UP_ROUNDS = 5  # while catching up, only every fifth timer tick draws
 PAGE_EVENTS = 100
 HOLD_S = 10.0
 
-HELP = (
-    ("p", "pause the view, and resume it"),
-    ("← →", "one event back or forward in time"),
-    ("pgup pgdn", f"{PAGE_EVENTS} events back or forward"),
-    ("home end", "the first event of the log; back to live"),
-    ("enter", "the run's groups, their episodes, and one episode; escape goes back"),
-    ("s", "stop the engine's job; on an episode, a aborts it"),
-    ("e", "the next engine"),
-    ("f", "show only events of one kind"),
-    ("?", "this help"),
-    ("q", "quit"),
-)
 NOTES = (
     "Idle time counts from an episode's last recorded call; the coordinator also counts heartbeats and calls in "
-    "flight, so its figure can be lower. Times are UTC. Going back in time shows the state that the log had "
-    "at that event."
+    "flight, so its figure can be lower. Times are UTC, and local in transcripts. Going back in time shows the state "
+    "that the log had at that event."
 )
 
 
@@ -70,8 +57,9 @@ class Help(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         text = Text()
-        for key, what in HELP:
-            text.append(f"{key:<11}", f"bold {pal.AMBER}").append(f"{what}\n", pal.TEXT)
+        for key in Binding.make_bindings(Overwatch.BINDINGS):
+            text.append(f"{key.key_display or key.key:<11}", f"bold {pal.AMBER}")
+            text.append(f"{key.description}\n", pal.TEXT)
         text.append("\n")
         for group, (mark, colour) in pal.MARKS.items():
             if group in (EventGroup.ALL, EventGroup.CALLS):
@@ -101,19 +89,19 @@ class Overwatch(App[None]):
         (42, "-roomy"),
     ]
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("p", "pause", "pause the view, and resume it"),
+        Binding("left", "scrub(-1)", "one event back in time", key_display="←"),
+        Binding("right", "scrub(1)", "one event forward", key_display="→"),
+        Binding("pageup", f"scrub({-PAGE_EVENTS})", f"{PAGE_EVENTS} events back"),
+        Binding("pagedown", f"scrub({PAGE_EVENTS})", f"{PAGE_EVENTS} events forward"),
+        Binding("home", "oldest", "the first event of the log"),
+        Binding("end", "live", "back to live"),
+        Binding("enter", "browse", "the run's groups, their episodes, and one of them; escape goes back"),
+        Binding("s", "stop", "stop the engine's job; on an episode, a aborts it"),
+        Binding("e", "next_engine", "the next engine"),
+        Binding("f", "next_filter", "show only events of one kind"),
+        Binding("question_mark", "help", "this help", key_display="?"),
         Binding("q", "quit", "quit"),
-        Binding("p", "pause", "pause"),
-        Binding("e", "next_engine", "engine"),
-        Binding("enter", "browse", show=False),
-        Binding("s", "stop", show=False),
-        Binding("f", "next_filter", "filter"),
-        Binding("question_mark", "help", "help"),
-        Binding("left", "scrub(-1)", show=False),
-        Binding("right", "scrub(1)", show=False),
-        Binding("pageup", f"scrub({-PAGE_EVENTS})", show=False),
-        Binding("pagedown", f"scrub({PAGE_EVENTS})", show=False),
-        Binding("home", "oldest", show=False),
-        Binding("end", "live", show=False),
     ]
 
     def __init__(
@@ -134,9 +122,8 @@ class Overwatch(App[None]):
         self._engine = ""  # "" until a person chooses one
         self.engine = ""  # the one that is shown
         self._group = EventGroup.ALL
-        self._drawn: object = None  # what has been drawn
+        self._drawn: asyncio.Event | None = None  # set once something has changed since
         self._drawn_ns = 0
-        self._rounds = 0
 
     def compose(self) -> ComposeResult:
         yield Banner(classes="")
@@ -186,25 +173,17 @@ class Overwatch(App[None]):
     # ---- drawing ----------------------------------------------------------------------------------------------
 
     def _redraw(self) -> None:
-        """Draw if something has changed, and at least once a second to update the times shown.
-
-        While catching up, draw less often, to leave more time for folding.
-        """
-        self._rounds += 1
+        """Draw if something has changed, and at least once a second to update the times shown."""
         if self.log_watch.failure is not None:
             self.exit()
-        if self.link[0] == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
-            return
-        if self._drawn != self._drawable or (self._held is None and self._clock() - self._drawn_ns >= SECOND):
+        if self._drawn is not self.log_watch.changed or (
+            self._held is None and self._clock() - self._drawn_ns >= SECOND
+        ):
             self.draw()
-
-    @property
-    def _drawable(self) -> tuple[Record, int, tuple[Link, str]]:
-        return self.record, self.live.position, self.link
 
     def draw(self) -> None:
         """Draw the live view, or the held view if there is one."""
-        self._drawn, self._drawn_ns = self._drawable, self._clock()
+        self._drawn, self._drawn_ns = self.log_watch.changed, self._clock()
         view, now_ns = self.shown
         viewer = ViewerState(
             self._hive,

@@ -1,4 +1,4 @@
-"""The way from a run to its groups, to the episodes of a group, and to one episode with its calls and transcript."""
+"""The way from a run to its groups, to the episodes of a group, and to the transcript of one episode."""
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -11,9 +11,9 @@ from textual.widgets import DataTable, Static
 
 from bombus.errors import BombusError
 from bombus.figures import duration, one_line, seconds_between
-from bombus.hive.events import NotedCall
+from bombus.replay.episode.text import text
 from bombus_overwatch import palette as pal
-from bombus_overwatch.drawing import Column, TextTable, keys
+from bombus_overwatch.drawing import keys
 from bombus_overwatch.model import EpisodeRecord
 from bombus_overwatch.palette import figure, harmless
 from bombus_overwatch.screen import groups_of
@@ -24,18 +24,10 @@ if TYPE_CHECKING:
 GROUP_COLUMNS = ("batch", "task", "episodes", "open", "aborted", "reward", "from – to")
 EPISODE_COLUMNS = ("episode", "client", "type", "version", "calls", "tokens", "time", "reward", "fate")
 FATES = (("aborted", pal.VERMILLION), ("dropped", pal.YELLOW), ("open", pal.AMBER))
-CALLS: TextTable[tuple[int, NotedCall]] = TextTable(
-    Column("time", 8, lambda row: (pal.clock_time(row[0]), pal.TEXT), left=True),
-    Column("prompt", 10, lambda row: (f"{row[1].prompt_tokens:,}", pal.TEXT)),
-    Column("sampled", 9, lambda row: (f"{row[1].completion_tokens:,}", pal.TEXT)),
-    Column("version  ", 11, lambda row: (f"{_versions(row[1])}  ", pal.TEXT)),
-    Column("call", 0, lambda row: (f"{row[1].ref.id}  {_notes(row[1])}", pal.QUIET)),
-)
-PAGE_WIDTH = 100
-CALL_NOTES = ("merged", "masked", "late", "incomplete")
 LONGEST = 22  # cells
 GROUPS_SHOWN = 500
-READING = "reading the log for the transcript …"
+READING = "reading the log …"
+TOKENS_LISTED = 0  # tokens of each reply in a transcript that are listed one by one
 
 
 class HiveOperator(Protocol):
@@ -46,9 +38,6 @@ class HiveOperator(Protocol):
 
     async def abort(self, engine: str, record: EpisodeRecord) -> None:
         """Abort an episode."""
-
-    async def transcript(self, episode: str) -> str:
-        """Return the text of an episode."""
 
 
 class Confirm(ModalScreen[bool]):
@@ -76,7 +65,6 @@ class Browser(Screen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,backspace,left", "back", show=False, priority=True),
         Binding("a", "abort", show=False),
-        Binding("t", "transcript", show=False),
     ]
 
     def __init__(self, overwatch: "Overwatch") -> None:
@@ -86,7 +74,8 @@ class Browser(Screen[None]):
         self._member = ""  # an episode of the group that is shown: the group is another one once its batch is sealed
         self._episode = ""
         self._shown: tuple[tuple[str, ...], dict[str, list[Text]]] = ((), {})  # columns, and rows by their keys
-        self._transcripts: dict[str, str] = {}
+        self._transcript: tuple[EpisodeRecord | None, str] = None, READING  # an episode as it was, and its text
+        self._is_reading = False
 
     def compose(self) -> ComposeResult:
         yield Static(id="crumbs")
@@ -125,10 +114,11 @@ class Browser(Screen[None]):
         self.query_one("#page").display = bool(self._episode)
         self.query_one(DataTable).display = not self._episode
         if self._episode:
-            record = history.episodes.get(self._episode)
-            text = Text("no longer kept here", pal.QUIET) if record is None else _page(record, now_ns)
-            text.append(f"\n\n{self._transcripts.get(self._episode, '')}", pal.TEXT)
-            self.query_one("#episode", Static).update(text)
+            record, (known, shown) = history.episodes.get(self._episode), self._transcript
+            self.query_one("#episode", Static).update(Text(shown if record else "no longer kept here", pal.TEXT))
+            if record is not None and record != known and not self._is_reading:
+                self._is_reading = True
+                self.run_worker(self._read(record, view.position))
         else:
             self._list(EPISODE_COLUMNS if self._member else GROUP_COLUMNS, rows, chosen)
 
@@ -152,15 +142,14 @@ class Browser(Screen[None]):
 
     def _keys(self) -> Text:
         found = [("esc", "back")] if self._episode else [("↑↓", "choose"), ("enter", "open"), ("esc", "back")]
-        found += [("a", "abort")] if self._member else []
-        return keys(found + ([("t", "transcript")] if self._episode else []))
+        return keys(found + [("a", "abort")] * bool(self._member))
 
     # ---- keys ----
 
     def on_data_table_row_selected(self, selected: DataTable.RowSelected) -> None:
         chosen = selected.row_key.value or ""
         if self._member:
-            self._episode = chosen
+            self._episode, self._transcript = chosen, (None, READING)
         else:
             self._member = chosen
         self.show()
@@ -193,23 +182,19 @@ class Browser(Screen[None]):
             what, lambda operator: operator.abort(self._engine, record), f"episode {record.episode} is aborted"
         )
 
-    def action_transcript(self) -> None:
-        if self._episode and self._transcripts.get(self._episode) != READING and self._overwatch.operator is not None:
-            self._transcripts[self._episode] = READING
-            self.show()
-            self.run_worker(self._read(self._episode, self._overwatch.operator))
-
-    async def _read(self, episode: str, operator: HiveOperator) -> None:
+    async def _read(self, record: EpisodeRecord, position: int) -> None:
         try:
-            lines = (await operator.transcript(episode)).split("\n")
-            text = "\n".join(map(harmless, lines))
+            transcript = await self._overwatch.log_watch.transcript(record.episode, position)
+            found = "\n".join(map(harmless, text(transcript, TOKENS_LISTED, colour=False)))
         except (BombusError, TimeoutError) as error:
-            text = one_line(str(error))
-        self._transcripts = {episode: text}
+            found = one_line(str(error))
+        self._is_reading = False
+        if record.episode == self._episode:
+            self._transcript = record, found
         self.show()
 
 
-# ---- rows and the page of an episode ------------------------------------------------------------------------------
+# ---- rows -----------------------------------------------------------------------------------------------------------
 
 
 def _colour(fate: str) -> str:
@@ -238,41 +223,9 @@ def _group_row(key: tuple[str, str], group: list[EpisodeRecord]) -> list[Text]:
     )
 
 
-def _time(record: EpisodeRecord, now_ns: int) -> str:
-    return duration(seconds_between(record.claimed_ns, record.over_ns or now_ns))
-
-
 def _episode_row(record: EpisodeRecord, now_ns: int) -> list[Text]:
     client = (record.client, pal.QUIET)
-    time, fate = (_time(record, now_ns), pal.QUIET), (record.fate, _colour(record.fate))
-    made = record.version, record.calls_made, record.tokens
+    time = duration(seconds_between(record.claimed_ns, record.over_ns or now_ns)), pal.QUIET
+    fate = record.fate, _colour(record.fate)
+    made = record.version, record.calls, record.tokens
     return _cells(record.episode, client, record.type, *made, time, record.reward, fate)
-
-
-def _page(record: EpisodeRecord, now_ns: int) -> Text:
-    success = {None: "", True: ", a success", False: ", no success"}[record.is_success]
-    in_step = f", trained in step {record.step}" if record.step else ""
-    facts = {
-        "task": record.task or "–",
-        "client": record.client,
-        "type": f"{record.type}, claimed on policy version {record.version}",
-        "time": f"{_time(record, now_ns)}, since {pal.clock_time(record.claimed_ns)} UTC",
-        "fate": f"{record.fate}{in_step}",
-        "reward": "–" if record.reward is None else f"{figure(record.reward)}{success}",
-        "failure": record.failure or "–",
-        "calls": f"{record.calls_made:,}, {record.tokens:,} completion tokens",
-    }
-    page = Text()
-    for name, value in facts.items():
-        colour = _colour(record.fate) if name == "fate" else pal.TEXT
-        page.append(f"{name:<9}", pal.QUIET).append(f"{one_line(value)}\n", colour)
-    calls = CALLS.lines(record.calls, PAGE_WIDTH, len(record.calls) + 1)
-    return page.append("\n").append_text(Text("\n").join(calls))
-
-
-def _versions(call: NotedCall) -> str:
-    return str(call.oldest) if call.oldest == call.newest else f"{call.oldest}–{call.newest}"
-
-
-def _notes(call: NotedCall) -> str:
-    return ", ".join([call.status, *(name for name in CALL_NOTES if getattr(call, name))])

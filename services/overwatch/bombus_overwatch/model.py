@@ -11,7 +11,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.describe import KINDS, EventGroup, line_of, tone_of
-from bombus.hive.events import AbortReason, AnyEvent, EpisodeType, Event, NotedCall
+from bombus.hive.events import AbortReason, AnyEvent, EpisodeType, Event
 from bombus.hive.operations.state import FORWARD_BACKWARD, OPTIM_STEP
 from bombus.hive.state import EngineState
 from bombus.insight.record import Moment
@@ -20,7 +20,6 @@ TAIL_SHOWN = 200
 SAMPLERS_KEPT = 4_096
 STEPS_KEPT = 2_048
 EPISODES_KEPT = 4_096
-CALLS_KEPT = 64  # the newest of each episode
 MODELS_KEPT = 64  # models whose operations are kept: the most recently trained
 
 
@@ -34,10 +33,7 @@ class TailLine(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EpisodeRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """What is kept of an episode, open or over. `step` is the step whose batch it is in, or 0.
-
-    `calls` has the newest calls, each with the time when it was noted. `failure` is the kind of failure, or "".
-    """
+    """What is kept of an episode, open or over. `step` is the step whose batch it is in, or 0."""
 
     episode: str
     task: str
@@ -48,11 +44,8 @@ class EpisodeRecord(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     over_ns: int = 0
     fate: str = "open"
     reward: float | None = None
-    is_success: bool | None = None
-    failure: str = ""
     step: int = 0
-    calls: tuple[tuple[int, NotedCall], ...] = ()
-    calls_made: int = 0
+    calls: int = 0
     tokens: int = 0
 
 
@@ -84,7 +77,7 @@ class RunHistory(msgspec.Struct):
                 self._ended(event, engine)
             case ev.EpisodeAborted():
                 fate = f"aborted: {event.reason}" + (f" ({event.detail})" if event.detail else "")
-                self._change(event.episodes, fate=fate, failure=event.failed_by or "", over_ns=event.at_ns)
+                self._change(event.episodes, fate=fate, over_ns=event.at_ns)
                 by_client = event.reason == AbortReason.CLIENT
                 self._lose("aborted", event.failure or ("by its client" if by_client else event.reason), event.episodes)
             case ev.GroupDropped():
@@ -123,15 +116,13 @@ class RunHistory(msgspec.Struct):
     def _called(self, event: ev.CallsNoted) -> None:
         for call in event.calls:
             if (record := self.episodes.get(call.episode)) is not None:
-                calls = (*record.calls[1 - CALLS_KEPT :], (event.at_ns, call))
                 tokens = record.tokens + call.completion_tokens
-                self._change([call.episode], calls=calls, tokens=tokens, calls_made=record.calls_made + 1)
+                self._change([call.episode], calls=record.calls + 1, tokens=tokens)
 
     def _ended(self, event: ev.EpisodeEnded, engine: EngineState) -> None:
         for outcome in event.outcomes:
-            found = {"task": outcome.task, "reward": outcome.reward, "is_success": outcome.is_success}
-            failure = outcome.failure or ""
-            self._change([outcome.episode], fate="ended", over_ns=event.at_ns, failure=failure, **found)
+            found = {"task": outcome.task, "reward": outcome.reward}
+            self._change([outcome.episode], fate="ended", over_ns=event.at_ns, **found)
             completed = engine.pool.get(outcome.episode)
             if completed is not None and engine.clients_take_episodes and event.type != EpisodeType.EVAL:
                 count, total = self.rewards.get(completed.sampler, (0, 0.0))

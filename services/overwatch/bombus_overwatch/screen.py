@@ -12,9 +12,11 @@ from bombus.hive.operations.state import mean_loss
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.data import engine_status, multi_model_claims
 from bombus.hive.status.rows import EngineStatus, ModelStatus, MultiModelClaimStatus, OpenEpisode
+from bombus.insight.metrics import step_metrics
 from bombus.insight.record import SECOND, SECONDS_KEPT, Record
 from bombus_overwatch.model import TAIL_SHOWN, EpisodeRecord, HiveView, RunHistory, TailLine
 
+STEPS_DRAWN = 1_024  # evenly spread, and the newest
 RATE_S = 30  # seconds that the rates of models are averaged over
 
 # The figures that are shown in fixed places. The others are listed by name, those of the learning first.
@@ -159,7 +161,9 @@ def screen_data(
     history = view.history(chosen)
     now_ns = max(now_ns, view.now_ns)
     status = engine_status(state, now_ns)
-    steps = record.metrics(f"{chosen}-{state.run}", view.position)
+    series = record.runs.series.get(f"{chosen}-{state.run}")
+    rows = [row for row in series.steps if row.done_seq <= view.position] if series is not None else []
+    steps = [(row.step, step_metrics(row)) for row in rows[: -1 : 1 + len(rows) // STEPS_DRAWN] + rows[-1:]]
     tokens_s, episodes_s = view.per_second(chosen, now_ns)
     return Screen(
         position=view.position,

@@ -1,13 +1,14 @@
 """Reads the log of a hive for the screen, over its bus or through a gateway, and carries out what a person asks."""
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import httpx
 import msgspec
 
-from bombus.bus import Bus, Stored, snapshots
+from bombus.bus import BlobMissing, Bus, Stored, snapshots
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.decoding import decoded
@@ -15,10 +16,8 @@ from bombus.hive.events import AnyEvent, encode_event
 from bombus.hive.state import Hive
 from bombus.hive.subjects import Subjects
 from bombus.insight.watch import LogWatch
-from bombus.replay.episode.story import read_story
-from bombus.replay.episode.text import text
-from bombus.replay.episode.tree import read_transcript
-from bombus.replay.source import BusSource, LogEnd, NotOnLog, Source
+from bombus.replay.source import CALLS, BusSource, LogEnd, NotOnLog, Source
+from bombus.sdk.errors import SwarmError
 from bombus.sdk.requests import error_of, is_away
 from bombus.sdk.transport import address, client_options, reply_of
 from bombus_overwatch.app import Overwatch
@@ -26,7 +25,6 @@ from bombus_overwatch.model import EpisodeRecord, HiveView
 
 SILENCE_S = 10.0  # a gateway sends something at least every two seconds
 UNKNOWN = b"\xc0"  # stands for an event that only a newer release understands; gateways leave those out
-TOKENS_LISTED = 0  # tokens of each reply in a transcript that are listed one by one
 
 
 async def run(link: "BusLink | GatewayLink", title: str) -> None:
@@ -77,11 +75,6 @@ class BusLink:
         )
         await self._bus.inbox.request(command)
 
-    async def transcript(self, episode: str) -> str:
-        source = BusSource(self._bus, f"hive {self._hive}")
-        transcript = await read_transcript(source, await read_story(source, episode), False)
-        return "\n".join(text(transcript, TOKENS_LISTED, colour=False))
-
 
 class GatewayLink(Source):
     """A hive that is reached through a gateway, with the key of an operator. Raises `ValueError` for a bad URL."""
@@ -92,23 +85,22 @@ class GatewayLink(Source):
         self._url, key = address(swarm_url, None)
         self.title, self.hive = f"the gateway at {self._url}", ""
         self._options = {"timeout": SILENCE_S, **client_options(self._url, None, key)}
-        self._begin = Begin(0, b"")
-        self._told: Told | None = None
+        self._began = self._told = Told(0)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Source]:
-        self._told = None
+        self._told = Told(-1)
         async with aclosing(self.newer(None)) as batches:
-            while self._told is None:
+            while self._told.position < 0:
                 await anext(batches)
         yield self
 
     async def base(self) -> tuple[Hive, int]:
-        state = self._begin.state
-        return snapshots.decode(state).hive if state else Hive(), self._begin.position
+        state = self._began.state
+        return snapshots.decode(state).hive if state else Hive(), self._began.position
 
     async def end(self) -> LogEnd:
-        return LogEnd(0 if self._told is None else self._told.position, 0)
+        return LogEnd(self._told.position, 0)
 
     async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
         last = (await self.end()).seq if until is None else until
@@ -148,24 +140,33 @@ class GatewayLink(Source):
     def _take(self, block: bytes, after: int | None) -> Stored | None:
         """Return the event that was sent, as the bus has it, if it was one."""
         position, sent = read_sent(block)
-        if isinstance(sent, Begin):
-            if after is not None:
-                raise NotOnLog(f"the log was compacted beyond event {after}: it is read again")
-            self._begin = sent
-        elif isinstance(sent, Told):
-            self._told = sent
+        if isinstance(sent, Told):
             if not sent.bus:
                 raise BusUnavailable(f"the bus of {self.title} is away")
+            if sent.state is None:
+                self._told = sent
+            elif after is None:
+                self._began = sent
+            else:
+                raise NotOnLog(f"the log was compacted beyond event {after}: it is read again")
         elif position is not None:
             known = (UNKNOWN, 0) if sent is None else (encode_event(sent), sent.at_ns)
             return Stored(position, "", known[0], {}, known[1])
         return None
 
     async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
-        raise NotOnLog(f"{self.title} does not show what others call")
+        return [await self._call(seq) if stream == CALLS else None for seq in seqs]
+
+    async def _call(self, seq: int) -> bytes:
+        reply = await self._request("GET", "/call_record", params={"seq": seq})
+        try:
+            await _check(reply)
+        except SwarmError as error:
+            raise LogCorrupted(str(error)) from error  # the rest of a transcript is shown
+        return reply.content
 
     async def blob(self, name: str) -> bytes:
-        raise NotOnLog(f"{self.title} does not show what others call")
+        raise BlobMissing(f"{self.title} does not show objects such as {name}")
 
     async def stop(self, engine: str) -> None:
         await self._send(f"/e/{engine}/stop_engine", {})
@@ -174,42 +175,32 @@ class GatewayLink(Source):
         await self._send(f"/e/{engine}/stop_episode", {"episode": record.episode})
 
     async def _send(self, path: str, body: dict[str, str]) -> None:
-        try:
-            async with httpx.AsyncClient(**self._options) as http:
-                reply = await http.post(path, json=body)
-        except httpx.HTTPError as error:
-            raise self._away(error) from error
+        reply = await self._request("POST", path, json=body)
         await _check(reply)
         if why := reply.json().get("failure_reason"):
             raise Refused(Code.WRONG_PHASE, why)
 
+    async def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        try:
+            async with httpx.AsyncClient(**self._options) as http:
+                return await http.request(method, path, **content)
+        except httpx.HTTPError as error:
+            raise self._away(error) from error
+
     def _away(self, error: httpx.HTTPError) -> BusUnavailable:
         return BusUnavailable(f"{self.title} is away: {error or type(error).__name__}")
 
-    async def transcript(self, episode: str) -> str:
-        raise NotOnLog(
-            f"A gateway does not show what others call. On the hive's machine, `bombus replay episode {episode}` does."
-        )
-
-
-class Begin(msgspec.Struct, frozen=True):
-    """The state before the first event, as a snapshot; `state` is empty if the log has every event."""
-
-    position: int
-    state: bytes
-
 
 class Told(msgspec.Struct, frozen=True):
-    """How far the gateway has read the log, and whether it is connected to the bus."""
+    """How far the gateway has read the log, and whether it is connected to the bus. With a `state`, the stream begins
+    at that position, with this snapshot or, if it is empty, with a log that has every event."""
 
     position: int
-    bus: bool
+    bus: bool = True
+    state: bytes | None = None
 
 
-_named: dict[bytes, Callable[[bytes], Begin | Told]] = {
-    b"begin": msgspec.json.Decoder(Begin).decode,
-    b"position": msgspec.json.Decoder(Told).decode,
-}
+_told = msgspec.json.Decoder(Told)
 _events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent, strict=False)
 
 
@@ -224,16 +215,16 @@ async def _check(response: httpx.Response) -> None:
         raise error
 
 
-def read_sent(block: bytes) -> tuple[int | None, Begin | Told | AnyEvent | None]:
+def read_sent(block: bytes) -> tuple[int | None, Told | AnyEvent | None]:
     """Decode a server-sent event: its position, if it has one, and its data. Raises `msgspec.MsgspecError`.
 
     The data are None for a comment, and for an event that only a newer release understands, which every fold skips.
     """
     fields = {name: value for name, _, value in (line.partition(b": ") for line in block.split(b"\n"))}
     position = msgspec.json.decode(fields[b"id"], type=int) if b"id" in fields else None
-    decode, data = _named.get(fields.get(b"event", b"")), fields.get(b"data", b"")
-    if decode is not None:
-        return position, decoded(decode, data)
+    data = fields.get(b"data", b"")
+    if b"event" in fields:
+        return position, decoded(_told.decode, data)
     try:
         return position, decoded(_events.decode, data) if data else None
     except msgspec.ValidationError:

@@ -8,11 +8,9 @@ from typing import Self
 import msgspec
 
 from bombus.hive import events as ev
-from bombus.hive.bounded import trim
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import Hive
 from bombus.hive.why.links import LastEvents
-from bombus.insight.metrics import step_metrics
 from bombus.insight.runs import Runs
 from bombus.replay.diagnosis.diagnose import at_step, merged
 from bombus.replay.diagnosis.findings import RunFinding
@@ -20,7 +18,6 @@ from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 
 SECOND = 1_000_000_000
 SECONDS_KEPT = 300
-METRICS_KEPT = 8_192
 DIGITS_MAX = 18  # of a number in a URL: more do not fit 64 bits
 
 
@@ -93,7 +90,6 @@ class Record:
         # By engine and run, with which episode ids begin: the number of each claim's first episode, and the claim's
         # position. Numbers are consecutive.
         self._claims: dict[str, tuple[array[int], array[int]]] = {}
-        self._metrics: dict[int, dict[str, float]] = {}  # of steps, by `done_seq`
         self._found: dict[str, dict[int, list[RunFinding]]] = {}  # by run and `done_seq`
 
     def fold(self, position: int, event: ev.AnyEvent, stored_ns: int) -> None:
@@ -121,17 +117,6 @@ class Record:
                 each = known[row.done_seq] = at_step(steps, end, series.job)
             found.append(each)
         return merged(steps, found)
-
-    def metrics(self, run: str, position: int) -> list[tuple[int, dict[str, float]]]:
-        """Return each step that a run had completed by a position, with its figures."""
-        series = self.runs.series.get(run)
-        rows = [row for row in series.steps if row.done_seq <= position] if series is not None else []
-        for row in rows:
-            if row.done_seq not in self._metrics:
-                self._metrics[row.done_seq] = step_metrics(row)
-        found = [(row.step, self._metrics[row.done_seq]) for row in rows]
-        trim(self._metrics, METRICS_KEPT)
-        return found
 
     def examine_again(self, series: RunSeries, since: int) -> None:
         """Forget the findings of the steps from event `since` on, whose answers are known by now."""

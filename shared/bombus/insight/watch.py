@@ -14,6 +14,8 @@ from bombus.insight.keyframes import Keyframes, moment_at
 from bombus.insight.record import Moment, Record
 from bombus.insight.runs import ANSWERS_READ, read_answers
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
+from bombus.replay.episode.story import read_story
+from bombus.replay.episode.tree import EpisodeTranscript, read_transcript
 from bombus.replay.source import NotOnLog, Source
 
 log = logging.getLogger(__name__)
@@ -108,8 +110,8 @@ class LogWatch:
         """Return the state at a position of the log, for reading only. Raises `NotOnLog`, `BusUnavailable`, or what
         reading raises."""
         record, source, keyframes = self.record, self.source, self._keyframes
-        assert record is not None
-        assert keyframes is not None
+        if record is None or keyframes is None:
+            raise BusUnavailable(self.error or "the log is not read yet")
         if position == record.live.position:
             return record.live
         if not record.first <= position <= record.live.position:
@@ -122,6 +124,20 @@ class LogWatch:
         while len(self._moments) > MOMENTS_KEPT:
             del self._moments[next(iter(self._moments))]
         return moment
+
+    async def transcript(self, episode: str, position: int) -> EpisodeTranscript:
+        """Return an episode as it was at a position. Raises the same errors as `at`."""
+        record, source = self.record, self.source
+        if record is None or source is None:
+            raise BusUnavailable(self.error or "the log is not read yet")
+        before = await self.at(min(max(record.first, record.claimed_at(episode) - 1), position))
+        start = before.copy()  # reading changes it
+        try:
+            story = await read_story(source, episode, (start.hive, start.position), position)
+        except NotOnLog:
+            # The reader saw only the events from `start` on, and would say that the earlier ones were compacted.
+            raise NotOnLog(f"{source.title} has no episode {episode} at event {position}") from None
+        return await read_transcript(source, story)
 
     async def now_ns(self, moment: Moment) -> tuple[int, int]:
         """Return the time to show a state at, and when a leader was last at work (0 if unknown)."""

@@ -7,7 +7,7 @@ the log. Without viewers, nothing is encoded or kept.
 import asyncio
 from base64 import b64encode
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
 from itertools import takewhile
 from math import isfinite
@@ -18,7 +18,7 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from bombus.bus import Reader, snapshots
+from bombus.bus import Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.errors import Code, NewerEvent, Refused
 from bombus.hive.events import AnyEvent, Event
@@ -74,20 +74,23 @@ class EventStream:
         return _Streamed(self._events(None if after is None else int(after)))
 
     async def _events(self, after: int | None) -> AsyncGenerator[bytes, None]:
+        bus = self._gateway.bus
         self._enter()
         try:
             position, beginning = await self._begin(after)
             yield beginning + self._position()
             while self._gateway.ready:
                 if position < self._before:
-                    start = position
-                    async with aclosing(self._logged(start)) as chunks:
-                        async for reached, chunk in chunks:
-                            position = reached
-                            yield chunk
-                    if position == start:  # the events after it are gone: the log was compacted
-                        position, beginning = await self._begin(None)
-                        yield beginning
+                    async with Reader(bus, bus.subjects.events_stream, position + 1) as reader:
+                        while position < self._before:
+                            batch = await reader.read(READ_EVENTS)
+                            if batch[-1].seq != position + len(batch):  # the log was compacted
+                                position, beginning = await self._begin(None)
+                                yield beginning
+                                break
+                            position = batch[-1].seq
+                            yield b"".join(_frames(batch))
+                            await asyncio.sleep(0)
                 elif position < self._follower.position:
                     chunk = self._newer(position)
                     position = self._follower.position
@@ -144,25 +147,15 @@ class EventStream:
         data = {"position": start.position, "state": b64encode(state).decode()}
         return start.position, b"event: begin\nid: %d\ndata: %b\n\n" % (start.position, msgspec.json.encode(data))
 
-    async def _logged(self, position: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Read the log from a position until the recent events begin, or until an event is missing."""
-        bus, until = self._gateway.bus, self._before
-        async with Reader(bus, bus.subjects.events_stream, position + 1) as reader:
-            while position < until:
-                frames: list[bytes] = []
-                for stored in await reader.read(READ_EVENTS):
-                    if stored.seq != position + 1 or position == until:
-                        yield position, b"".join(frames)
-                        return
-                    position = stored.seq
-                    with suppress(NewerEvent):  # the fold skips it too
-                        frames.append(encoded(position, read_event(stored)))
-                yield position, b"".join(frames)
-                await asyncio.sleep(0)
-
     def _position(self) -> bytes:
         data = {"position": self._follower.position, "bus": self._gateway.bus.is_connected}
         return b"event: position\ndata: %b\n\n" % msgspec.json.encode(data)
+
+
+def _frames(batch: Sequence[Stored]) -> Iterator[bytes]:
+    for stored in batch:
+        with suppress(NewerEvent):  # the fold skips it too
+            yield encoded(stored.seq, read_event(stored))
 
 
 def encoded(position: int, event: Event) -> bytes:
