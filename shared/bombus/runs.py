@@ -13,7 +13,7 @@ programs and in notebooks, whose event loop is already running.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -37,29 +37,6 @@ T = TypeVar("T")
 WIDTH = 620  # of a plot, in pixels
 
 
-def open(log: str | Path, hive: str | None = None) -> "HiveLog":
-    """Open the log of a hive, and read its runs, episodes and calls.
-
-    `log` is the data folder of a hive, running or stopped; an archive that `bombus log export` has written, or a folder
-    of archives; or the address of a running hive's bus, such as `nats://127.0.0.1:4222`. `hive` is the name of the
-    hive, if there are several.
-
-    The log of a running hive is read up to its present end: open it again to see what was added. Nothing stays open:
-    events, exact tokens and samples are read when they are asked for.
-
-    Raises `NotOnLog` if there is no such log, and `BusUnavailable` if no bus answers.
-    """
-    return HiveLog(log, hive)
-
-
-def compare(figure: str, *runs: "LogRun", axis: Axis = "step") -> "RunPlot":
-    """Return a chart of several runs, of the same log or of others, each in a colour of its own.
-
-    `figure` and `axis` are those of `LogRun.plot`. Raises `NoSuchFigure` if none of the runs has the figure.
-    """
-    return RunPlot(figure, runs, axis)
-
-
 def frame(table: pa.Table) -> Any:
     """Return a table of Arrow as a data frame of polars; if polars is not installed, of pandas; without both, as it is.
 
@@ -79,6 +56,17 @@ class HiveLog:
     first."""
 
     def __init__(self, log: str | Path, hive: str | None = None) -> None:
+        """Open the log of a hive, and read its runs, episodes and calls.
+
+        `log` is the data folder of a hive, running or stopped; an archive that `bombus log export` has written, or a
+        folder of archives; or the address of a running hive's bus, such as `nats://127.0.0.1:4222`. `hive` is the name
+        of the hive, if there are several.
+
+        The log of a running hive is read up to its present end: open it again to see what was added. Nothing stays
+        open: events, exact tokens and samples are read when they are asked for.
+
+        Raises `NotOnLog` if there is no such log, and `BusUnavailable` if no bus answers.
+        """
         self._arguments = arguments_for(str(log), hive)
         self.database = LogDatabase()
 
@@ -195,7 +183,7 @@ class LogRun:
         `metrics` or `evaluations`, such as `reward/success_rate`. `axis` is `step`, `version`, `minutes` or `tokens`.
         Raises `NoSuchFigure`.
         """
-        return RunPlot(figure, [self], axis)
+        return RunPlot(figure, self, axis=axis)
 
 
 class RunDiagnosis:
@@ -212,7 +200,11 @@ class RunDiagnosis:
 class RunPlot:
     """A chart of one or several runs. Jupyter draws its `spec`, which is Vega-Lite's, or shows it as a picture."""
 
-    def __init__(self, figure: str, runs: Sequence[LogRun], axis: Axis) -> None:
+    def __init__(self, figure: str, *runs: LogRun, axis: Axis = "step") -> None:
+        """Draw runs of the same log or of others, each in a colour of its own.
+
+        `figure` and `axis` are those of `LogRun.plot`. Raises `NoSuchFigure` if none of the runs has the figure.
+        """
         names = [run.name for run in runs]
         labels = [run.name if names.count(run.name) == 1 else f"{run.log.title}: {run.name}" for run in runs]
         self.spec: Spec = plot(figure, dict(zip(labels, (run.series for run in runs))), axis, WIDTH)
@@ -229,6 +221,9 @@ class RunPlot:
             return bundle | {"image/svg+xml": self.svg()}
         except ModuleNotFoundError:
             return bundle
+
+
+open, compare = HiveLog, RunPlot
 
 
 def _wide(key: str, rows: dict[int, dict[str, float]]) -> Any:

@@ -65,8 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         ledger = Ledger(folder, tracked(source.hive, series, arguments.project, arguments.title, until))
         try:
             for noted in [*found, *last]:
-                if noted.row is not None:
-                    await write_row(ledger, source, noted, noted.row)
+                await write_row(ledger, source, noted)
             ledger.end()
             say(f"{name}: {_fill(ledger, arguments.to)}")
         finally:

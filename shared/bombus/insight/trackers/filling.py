@@ -22,7 +22,7 @@ from bombus.hive import events as ev
 from bombus.hive.state import Hive
 from bombus.insight.trackers.adapters import ADAPTERS, continues, is_installed
 from bombus.insight.trackers.ledger import InUse, Ledger
-from bombus.insight.trackers.rows import Noted, Row, TrackedRows, sample_of, tracked
+from bombus.insight.trackers.rows import Noted, TrackedRows, sample_of, tracked
 from bombus.private import private_folder, write_private
 from bombus.replay.diagnosis.steps import RunSeries
 from bombus.replay.source import BusSource, Source
@@ -114,7 +114,7 @@ class Tracking:
             for level in itertools.chain([logging.WARNING], itertools.repeat(logging.DEBUG)):
                 try:
                     if noted.row is not None:
-                        await write_row(self._ledger(noted.series), self._source, noted, noted.row)
+                        await write_row(self._ledger(noted.series), self._source, noted)
                     elif (opened := self._open.pop(noted.series.name, None)) is not None:
                         threading.Thread(target=_close, args=opened).start()  # waited for when the process ends
                     break
@@ -155,9 +155,9 @@ def _close(ledger: Ledger, fillers: list[threading.Thread]) -> None:
     ledger.close()
 
 
-async def write_row(ledger: Ledger, source: Source, noted: Noted, row: Row) -> None:
+async def write_row(ledger: Ledger, source: Source, noted: Noted) -> None:
     """Add a row to a ledger that lacks it. It has no samples if their calls are not kept, or not in an archive."""
-    if row.step > ledger.last:
+    if (row := noted.row) is not None and row.step > ledger.last:
         try:
             records = await source.records([call for _, _, call in noted.sampled])
             shown = zip(noted.sampled, records, strict=True)

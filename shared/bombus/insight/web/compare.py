@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from bombus.insight.charts import CHARTS, all_points, spec
 from bombus.insight.compare import figure_differences, job_differences
-from bombus.insight.web.pages import ON_PAGE, Visit, json, page
+from bombus.insight.web.pages import ON_PAGE, Visit, page
 from bombus.replay.diagnosis.steps import RunSeries
 
 RUNS_MAX = 8
@@ -35,7 +36,8 @@ async def points(visit: Visit) -> Response:
     kinds = [{"run": ""}] if is_compared else []
     specs = {} if after else {chart.key: spec(chart, kinds, visit.axis) | ON_PAGE for chart in CHARTS}
     whole = [chart.key for chart in CHARTS if chart.by_version]
-    return json({"position": visit.position, "specs": specs, "points": found, "whole": whole})
+    answer = {"position": visit.position, "specs": specs, "points": found, "whole": whole}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _chosen(visit: Visit) -> list[RunSeries]:

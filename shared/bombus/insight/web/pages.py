@@ -103,10 +103,6 @@ def page(path: str, handler: PageHandler) -> Route:
     return Route(path, endpoint)
 
 
-def json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
 def natural(text: str) -> int | None:
     """Return the natural number in a part of a URL, or None if it is not one."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS_MAX else None
