@@ -53,6 +53,10 @@ def database(source: FileSource) -> Iterator[LogDatabase]:
         yield opened
 
 
+def test_only_the_tables_of_the_log_are_listed(database: LogDatabase) -> None:
+    assert {name for (name,) in database.query("SHOW TABLES").fetchall()} == TABLES.keys()
+
+
 def sql(capsys: Capture, *words: str, log: Path = LETTERS) -> list[str]:
     assert main(["sql", "--log", str(log), *words]) == 0
     return capsys.readouterr().out.splitlines()

@@ -85,8 +85,7 @@ class LogDatabase:
         self._batches: dict[str, list[pa.RecordBatch]] = {}  # of tables that are not copied
         self._connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         for name in TABLES.keys() - {"tokens"}:
-            self._connection.register("_rows", TABLES[name].schema.empty_table())
-            self._connection.execute(f"CREATE TABLE {name} AS FROM _rows")
+            self._connection.from_arrow(TABLES[name].schema.empty_table()).create(name)
         self._connection.execute(_TOKENS)
 
     def __enter__(self) -> Self:
@@ -129,8 +128,7 @@ class LogDatabase:
         if self._path is None and name in OF_EVENTS:
             self._batches.setdefault(name, []).append(batch)
         else:
-            self._connection.register("_rows", pa.Table.from_batches([batch]))
-            self._connection.execute(f"INSERT INTO {name} FROM _rows")
+            self._connection.from_arrow(pa.Table.from_batches([batch])).insert_into(name)
 
     def tables_in(self, text: str) -> set[str]:
         """Return the tables that a query may read and that may not be loaded yet."""

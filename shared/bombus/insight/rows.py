@@ -23,7 +23,7 @@ from bombus.insight.tables import OF_EVENTS, TABLES, TableRow, Write
 from bombus.replay.audit.audit import CALLS_KEPT
 from bombus.replay.source import Source
 
-EVENTS_AT_ONCE = 32_768  # whose rows are Python objects before they become an Arrow batch
+EVENTS_AT_ONCE = 4_096  # whose rows are Python objects before they become an Arrow batch: more leave the CPU's caches
 
 
 _KINDS = {each: kind_of(each) for each in ev.AnyEvent.__args__}

@@ -32,6 +32,11 @@ class Spread(MetricSum, array_like=True):
         self.count += 1
         self.squares += value * value
 
+    def extend(self, values: Sequence[float]) -> None:
+        self.total += sum(values)
+        self.count += len(values)
+        self.squares += sum([value * value for value in values])
+
     @property
     def variance(self) -> float:
         return max(0.0, self.squares / self.count - self.mean * self.mean) if self.count else 0.0
@@ -45,16 +50,16 @@ class Moments(msgspec.Struct, array_like=True):
     xy: float = 0.0
     yy: float = 0.0
 
-    def add_group(self, pairs: Sequence[tuple[float, float]]) -> None:
+    def add_group(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         """Add a group of pairs. Groups with a constant x or y are skipped: they say nothing about the correlation."""
-        x_mean, y_mean = mean([x for x, _ in pairs]), mean([y for _, y in pairs])
-        xx = sum((x - x_mean) * (x - x_mean) for x, _ in pairs)
-        yy = sum((y - y_mean) * (y - y_mean) for _, y in pairs)
+        x_mean, y_mean = mean(xs), mean(ys)
+        xx = sum([(x - x_mean) * (x - x_mean) for x in xs])
+        yy = sum([(y - y_mean) * (y - y_mean) for y in ys])
         if xx > 0 and yy > 0:
-            self.degrees += len(pairs) - 1
+            self.degrees += len(xs) - 1
             self.xx += xx
             self.yy += yy
-            self.xy += sum((x - x_mean) * (y - y_mean) for x, y in pairs)
+            self.xy += sum([(x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)])
 
     @property
     def correlation(self) -> float:

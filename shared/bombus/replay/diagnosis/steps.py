@@ -191,7 +191,8 @@ class RunSeries:
         for group in event.groups:
             if len(self._trained_tasks) < TASKS_KEPT:
                 self._trained_tasks.add(group.task)
-            members = [self._episodes.pop(each.episode, SeenEpisode(0)) for each in group.episodes]
+            seen = [self._episodes.pop(each.episode, None) for each in group.episodes]
+            members = [each or SeenEpisode(0) for each in seen]
             if row.groups < SAMPLED_GROUPS:
                 calls = [(each.reward, member.last_call) for each, member in zip(group.episodes, members, strict=True)]
                 row.sampled += [(group.task, reward, call) for reward, call in calls if call is not None]
@@ -241,29 +242,31 @@ def _add_group(row: StepFigures, rewards: Sequence[float], members: Sequence[See
     """Add a group of a batch to the figures of its step."""
     row.lowest, row.highest = min([row.lowest, *rewards]), max([row.highest, *rewards])
     row.groups += 1
-    for reward in rewards:
-        row.rewards.add(reward)
-    known = [(member, member.outcome) for member in members if member.outcome is not None]
+    row.rewards.extend(rewards)
+    calls = [member.calls for member in members]
     call_rewards = [None if member.outcome is None else member.outcome.call_rewards for member in members]
     if len(rewards) < 2:
         row.groups_of_one += 1
-    elif not have_signal(rewards, call_rewards, [member.calls for member in members]):
+    elif not have_signal(rewards, call_rewards, calls):
         row.silent.add(mean(rewards))
-    row.lengths.add_group([(outcome.reward, outcome.completion_tokens) for _, outcome in known])
-    verdicts = [(outcome.reward, outcome.is_success) for _, outcome in known]
-    row.verdicts.add_group([(reward, float(success)) for reward, success in verdicts if success is not None])
-    _add_means(row.clients, [(member.client, outcome.reward) for member, outcome in known])
-    _add_means(row.data_sets, [(outcome.data_set, outcome.reward) for _, outcome in known])
-    for member, outcome in known:
+    known = [(member.client, member.outcome) for member in members if member.outcome is not None]
+    outcomes = [outcome for _, outcome in known]
+    lengths = [outcome.completion_tokens for outcome in outcomes]
+    row.calls.extend([member.calls for member in members if member.outcome is not None])
+    row.tokens.extend(lengths)
+    row.lengths.add_group([outcome.reward for outcome in outcomes], lengths)
+    if judged := [outcome for outcome in outcomes if outcome.is_success is not None]:
+        successes = [float(bool(outcome.is_success)) for outcome in judged]
+        row.successes.extend(successes)
+        row.verdicts.add_group([outcome.reward for outcome in judged], successes)
+    _add_means(row.clients, [(client, outcome.reward) for client, outcome in known])
+    _add_means(row.data_sets, [(outcome.data_set, outcome.reward) for outcome in outcomes])
+    for outcome in outcomes:
         reported = outcome.log_metrics
-        row.tokens.add(outcome.completion_tokens)
-        row.calls.add(member.calls)
         row.failed += outcome.completion_tokens == 0 or reported.get("agent_failed", 0.0) >= 0.5
         if outcome.failure is not None:
             row.used_up[outcome.failure] += 1
         row.truncated += outcome.failure is not None or reported.get("truncated", 0.0) >= 0.5
-        if outcome.is_success is not None:
-            row.successes.add(outcome.is_success)
         for name, value in reported.items():
             _add(row.metrics, name, value)
 
