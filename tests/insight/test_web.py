@@ -1,7 +1,10 @@
 """The page in the browser, over HTTP."""
 
+import asyncio
 import json
+import os
 import re
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -158,6 +161,45 @@ async def test_an_idle_hive_that_goes_on_at_another_address_is_found_there(
             await before.state(before.subjects.events_stream)
         server.stop(timeout_s=2)
         await until(lambda: watch.position == 30)
+
+
+async def test_while_the_bus_is_dead_pages_show_at_once_what_was_read_and_go_on_once_it_is_back(
+    crashing: tuple[EmbeddedServer, Bus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bombus.insight.watch.RETRY_S", 0.05)
+    server, bus = crashing
+    events = list(story_events(2))
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Source]:
+        async with await Bus.connect(server.url, "h", patient=False) as own:
+            yield BusSource(own, "hive", running=True)
+
+    async def at_once(path: str) -> httpx.Response:
+        async with asyncio.timeout(3):  # a request to a dead bus takes 10 seconds
+            return await client.get(path)
+
+    await write_events(bus, events[:-2])
+    async with served(opened) as (client, watch):
+        await ready(client, watch)
+        os.kill(server.pid or 0, signal.SIGKILL)
+        assert (await at_once("/")).status_code == 200
+        await until(lambda: watch.error != "")
+        now = await at_once("/")
+        assert now.status_code == 200
+        assert "This is what was read last" in now.text
+        assert f"{len(events) - 2} of {len(events) - 2}" in now.text
+        run = await at_once("/run/main-1")
+        assert run.status_code == 200
+        assert watch.error in run.text
+        assert (await at_once("/runs/points.json?run=main-1")).json()["points"]["reward"]
+        for unread in ("/?at=30", "/run/main-1/step/1", "/episode/main-1-1"):
+            assert (await at_once(unread)).status_code == 503
+        await asyncio.to_thread(server.start)
+        await write_events(bus, events[-2:], first=len(events) - 1)
+        await until(lambda: watch.position == len(events))
+        assert "This is what was read last" not in (await client.get("/")).text
+        assert (await client.get("/run/main-1/step/1")).status_code == 200
 
 
 async def test_a_burst_of_events_is_read_in_bulk_and_one_of_a_newer_release_is_left_out(

@@ -33,12 +33,14 @@ class LogWatch:
     """A log that is read from when somebody first looks until `idle_s` seconds after nobody does.
 
     Once `is_ready`, `source` and `record` are set. `end` is the event up to which the log has to be read until then.
-    `error` says why it cannot be read at present; what was read stays meanwhile. `failure` is why nobody tries again.
+    `error` says why it cannot be read at present; what was read stays meanwhile, without a `source`. `failure` is why
+    nobody tries again. `title` says where the log is stored, and `hive` is the name of its hive.
     """
 
     def __init__(self, open_log: OpenLog, idle_s: float = IDLE_S, moment: type[Moment] = Moment) -> None:
         self.source: Source | None = None
         self.record: Record | None = None
+        self.title = self.hive = ""
         self.end = 0
         self.is_ready = False
         self.error = ""
@@ -49,6 +51,7 @@ class LogWatch:
         self._viewers = 0
         self._keyframes: Keyframes | None = None
         self._newest: Stored | None = None  # the event that was read last
+        self._led_ns = 0  # when a leader was last at work, 0 if that is unknown
         self._moments: dict[int, Moment] = {}
         self._answered: set[int] = set()  # steps, by `done_seq`
         self._reading: asyncio.Task[None] | None = None
@@ -139,12 +142,11 @@ class LogWatch:
             raise NotOnLog(f"{source.title} has no episode {episode} at event {position}") from None
         return await read_transcript(source, story)
 
-    async def now_ns(self, moment: Moment) -> tuple[int, int]:
+    def now_ns(self, moment: Moment) -> tuple[int, int]:
         """Return the time to show a state at, and when a leader was last at work (0 if unknown)."""
-        if self.source is None or self.record is None or moment is not self.record.live:
+        if self.record is None or moment is not self.record.live:
             return moment.now_ns, 0
-        led_ns = await self.source.led_ns()
-        return max(moment.now_ns, led_ns, time.time_ns() if self.is_running else 0), led_ns
+        return max(moment.now_ns, self._led_ns, time.time_ns() if self.is_running else 0), self._led_ns
 
     def read_answers(self, series: RunSeries) -> None:
         """Begin to read the sampled answers of a run's newest steps, which a diagnosis needs, if there are unread
@@ -211,8 +213,9 @@ class LogWatch:
     async def _read(self, source: Source) -> None:
         """Fold the log up to its present end, unless that was done, and then what a running hive adds, at most once
         every `PAUSE_S` seconds."""
+        self.title, self.hive = source.title, source.hive
         if self.record is None:
-            self.end = (await source.end()).seq
+            self.end, self.error = (await source.end()).seq, ""
             self.begin(*await source.base())
             async with aclosing(source.in_order(self.position)) as messages:
                 async for stored in messages:
@@ -220,10 +223,12 @@ class LogWatch:
                     if stored.seq % SLICE == 0:
                         self._notify()
                         await asyncio.sleep(0)
+        self._led_ns = await source.led_ns()
         self.is_ready, self.error, self.failure = True, "", None
         self._notify()
         while source.running:
             await asyncio.sleep(PAUSE_S)
+            self._led_ns = await source.led_ns()
             async with aclosing(source.newer(self.position, self._newest)) as batches:
                 async for batch in batches:
                     for stored in batch:

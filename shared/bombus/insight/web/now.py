@@ -12,7 +12,7 @@ EPISODES_SHOWN = 50
 
 async def show(visit: Visit) -> Response:
     moment, hive = visit.moment, visit.moment.hive
-    now_ns, led_ns = await visit.watch.now_ns(moment)
+    now_ns, led_ns = visit.watch.now_ns(moment)
     shown = [
         {
             "status": engine_status(engine, now_ns, hive.refusing_of(engine)),

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bombus.errors import BombusError
+from bombus.errors import BombusError, BusUnavailable
 from bombus.figures import duration
 from bombus.insight.charts import AXES, CHARTS, Axis
 from bombus.insight.drawing import theme
@@ -22,6 +22,7 @@ from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.moments import clock, date
 from bombus.replay.source import NotOnLog, Source
 
+STATUS_OF = {NotOnLog: 404, BusUnavailable: 503}
 ON_PAGE = {"config": theme("currentColor")}  # of a chart
 
 
@@ -31,7 +32,6 @@ class Visit(msgspec.Struct):
 
     request: Request
     watch: LogWatch
-    source: Source
     record: Record
     moment: Moment
     at: int | None
@@ -39,6 +39,13 @@ class Visit(msgspec.Struct):
     @property
     def position(self) -> int:
         return self.moment.position
+
+    @property
+    def source(self) -> Source:
+        """The log, to read more of it. Raises `BusUnavailable` while its bus is away."""
+        if self.watch.source is None:
+            raise BusUnavailable(self.watch.error)
+        return self.watch.source
 
     @property
     def runs(self) -> list[RunSeries]:
@@ -50,7 +57,7 @@ class Visit(msgspec.Struct):
         for series in self.runs:
             if series.name == name:
                 return series
-        raise NotOnLog(f"{self.source.title} has no run {name} of a job at event {self.position}")
+        raise NotOnLog(f"{self.watch.title} has no run {name} of a job at event {self.position}")
 
     def steps(self, series: RunSeries) -> list[StepFigures]:
         """Return the steps that a run had completed by the position that is shown."""
@@ -81,23 +88,24 @@ PageHandler = Callable[[Visit], Awaitable[Response]]
 
 
 def page(path: str, handler: PageHandler) -> Route:
-    """Return the route of a page. Until the log is read, the page shows how far that is; errors are sentences."""
+    """Return the route of a page. Until the log is read, the page shows how far that is; errors are sentences. While
+    the bus is away, pages show what was read before."""
 
     async def endpoint(request: Request) -> Response:
         watch: LogWatch = request.app.state.watch
         watch.touch()
-        source, record = watch.source, watch.record
-        if not watch.is_ready or source is None or record is None:
+        record = watch.record
+        if record is None or watch.position < watch.end:
             return _html("reading.html", watch, status=503 if watch.error else 200)
         at = natural(request.query_params.get("at", ""))
         moment, shown_at = record.live, None
         try:
             if at is not None:
                 moment, shown_at = await watch.at(at), at
-            return await handler(Visit(request, watch, source, record, moment, at))
+            return await handler(Visit(request, watch, record, moment, at))
         except BombusError as error:
-            found = Visit(request, watch, source, record, moment, shown_at)
-            status = 404 if isinstance(error, NotOnLog) else 500
+            found = Visit(request, watch, record, moment, shown_at)
+            status = next((status for kind, status in STATUS_OF.items() if isinstance(error, kind)), 500)
             return _html("error.html", watch, status=status, visit=found, why=str(error))
 
     return Route(path, endpoint)

@@ -21,7 +21,7 @@ async def show(visit: Visit) -> Response:
     visit.watch.read_answers(series)
     step = visit.number("step")
     chosen = next((row for row in reversed(steps) if step in (None, row.step)), None)
-    bins = [] if chosen is None else await _bins(visit, series, chosen)
+    bins = [] if chosen is None or visit.watch.source is None else await _bins(visit, series, chosen)
     return visit.html(
         "run.html",
         series=series,

@@ -4,7 +4,6 @@
 (() => {
   const slider = document.getElementById("position");
   const live = document.getElementById("live");
-  const told = document.getElementById("told");
   const PAUSE_MS = 80; // while the slider moves
   const at = () => new URLSearchParams(location.search).get("at");
   const page = document.getElementById("main");
@@ -186,8 +185,8 @@
       else refresh();
       return;
     }
-    told.textContent = state.error;
     if (!state.ready) {
+      if (isCurrent) refresh(); // the page says why
       isCurrent = false;
     } else if (!isCurrent || (at() === null && state.position > Number(slider.max))) {
       isCurrent = true;
