@@ -1,35 +1,35 @@
 """`bombus replay lineage`: traces a version of the weights back to its batches and to the episodes in them."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 
 import msgspec
 
 from bombus.figures import byte_size, one_line
 from bombus.hive import events as ev
-from bombus.hive.events import Outcome
-from bombus.hive.fold.episodes import ended_calls
-from bombus.hive.fold.evolve import as_folded, evolve
-from bombus.hive.state import Episode, Hive
+from bombus.replay.logged_run import LoggedRun, read_run
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
-from bombus.replay.source import Logged, NotOnLog, Source
+from bombus.replay.source import Source
 from bombus.terminal import say, say_json
 
 STEPS_SHOWN = 10
 GROUPS_SHOWN = 32
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode of a batch. Its tokens were sampled by `versions`, oldest to newest; -1 means unknown."""
+class Member(msgspec.Struct, kw_only=True):
+    """An episode of a batch. Its tokens were sampled by `versions`, oldest to newest; -1 means unknown.
+
+    If it ended before the base of a compacted log, only what the batch says about it is known.
+    """
 
     episode: str
-    client: str
+    client: str = ""
     reward: float
     calls: int
-    tokens: int
-    versions: tuple[int, int]
+    tokens: int = 0
+    versions: tuple[int, int] = (-1, -1)
 
 
 class LineageGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,133 +64,57 @@ class Lineage(msgspec.Struct, kw_only=True):
     steps: list[Step]
 
 
-async def trace(source: Source, step: int, engine: str = "", run: int = 0) -> Lineage:
-    """Return the ancestry of a version, in the newest run that has this version. Raises `NotOnLog` if no run has it."""
+async def trace(source: Source, step: int, engine: str | None = None, run: int | None = None) -> Lineage:
+    """Return the ancestry of a version of a run: by default, of the newest run of the only engine. Raises `NotOnLog` if
+    the run does not have it."""
+    logged = await read_run(source, engine, run)
+    until = logged.step(step).seq
+    numbers = [number for number in sorted(logged.steps) if number <= step]
+    steps = [_step(logged, number) for number in numbers]
+    members = {member.episode: member for each in steps for member in each.members}
+    groups = [group for number in numbers for group in logged.steps[number].batch.groups]
+    calls = {ref: each.episode for group in groups for each in group.episodes for ref in each.calls}
+
+    def note(found: Iterable[ev.NotedCall]) -> None:
+        for call in found:
+            if call.ref in calls:
+                member = members[calls[call.ref]]
+                known = [version for version in member.versions if version >= 0]
+                member.versions = min([call.oldest, *known]), max([call.newest, *known])
+
     hive, _ = await source.base()
-    tracer = _Tracer(hive, engine, run, step)
-    async with aclosing(source.events()) as entries:
+    for state in hive.engines.values():
+        note(call for episode in state.open.values() for call in episode.calls)
+    async with aclosing(source.events(0, until)) as entries:
         async for entry in entries:
-            tracer.take(entry)
-    return tracer.found()
+            if isinstance(entry.event, ev.CallsNoted):
+                note(entry.event.calls)
+            elif isinstance(entry.event, ev.EpisodeEnded):
+                for outcome in entry.event.outcomes:
+                    if (ended := members.get(outcome.episode)) is not None:
+                        ended.client, ended.tokens = entry.event.client, outcome.completion_tokens
+    return Lineage(engine=logged.engine, run=logged.run, model=logged.job.model.path, steps=steps)
 
 
-class _Tracer:
-    def __init__(self, hive: Hive, engine: str, run: int, step: int) -> None:
-        self._hive = hive
-        self._wanted = (engine, run)
-        self._step = step
-        self._runs: dict[tuple[str, int], Lineage] = {}
-        self._ended: dict[str, Member] = {}  # episodes that have ended and are not in a batch yet
-
-    def take(self, entry: Logged) -> None:
-        event = entry.event
-        if isinstance(event, ev.EpisodeEnded) and event.type == ev.EpisodeType.TRAIN:
-            self._note_ended(event)
-        evolve(self._hive, event)
-        match event := as_folded(self._hive, event):
-            case ev.EngineStarted():
-                self._runs[event.engine, event.run] = self._new_run(event)
-            case ev.BatchReady():
-                self._run_of(event).steps.append(self._sealed(event, entry.seq))
-            case ev.StepCompleted() | ev.WeightsReady():
-                self._complete(event)
-            case ev.GroupDropped() | ev.EpisodesTaken():
-                for name in event.episodes:
-                    self._ended.pop(name, None)
-            case ev.PoolCleared():
-                self._ended = {name: member for name, member in self._ended.items() if self._in_pool(name)}
-
-    def _note_ended(self, event: ev.EpisodeEnded) -> None:
-        """Record the episodes that end, before the fold forgets their calls."""
-        engine = self._hive.engines.get(event.engine)
-        if engine is None:
-            return
-        for outcome in event.outcomes:
-            episode = engine.open.get(outcome.episode)
-            self._ended[outcome.episode] = _member(outcome, event.client, episode)
-
-    def _complete(self, event: ev.StepCompleted | ev.WeightsReady) -> None:
-        match event:
-            case ev.StepCompleted():
-                for step in self._steps(event, event.step):
-                    step.checkpoint, step.checkpoint_digest = event.checkpoint, event.checkpoint_digest
-                    step.trainer_epoch = event.trainer_epoch
-            case ev.WeightsReady():
-                for step in self._steps(event, event.version):
-                    step.weights = event.weights
-
-    def _in_pool(self, episode: str) -> bool:
-        return any(episode in engine.pool for engine in self._hive.engines.values())
-
-    def _run_of(self, event: ev.BatchReady | ev.StepCompleted | ev.WeightsReady) -> Lineage:
-        """Return the run of an event.
-
-        A run that started before the base of a compacted log is added when it first appears.
-        """
-        return self._runs.setdefault((event.engine, event.run), self._new_run(event))
-
-    def _new_run(self, event: ev.EngineStarted | ev.BatchReady | ev.StepCompleted | ev.WeightsReady) -> Lineage:
-        active = self._hive.engines[event.engine].active
-        return Lineage(engine=event.engine, run=event.run, model=active.model if active else "", steps=[])
-
-    def _steps(self, event: ev.StepCompleted | ev.WeightsReady, number: int) -> list[Step]:
-        """Return the step with this number as a list.
-
-        The list is empty for version 0, and if the step's batch was sealed before the base of a compacted log.
-        """
-        return [step for step in self._run_of(event).steps[-1:] if step.step == number]
-
-    def _sealed(self, event: ev.BatchReady, seq: int) -> Step:
-        groups = tuple(
-            LineageGroup(task=group.task, episodes=tuple(self._member_of(member) for member in group.episodes))
-            for group in event.groups
-        )
-        return Step(step=event.step, batch_event=seq, groups=groups, config_digest=event.config_digest)
-
-    def _member_of(self, member: ev.BatchEpisode) -> Member:
-        """Return an episode of a batch.
-
-        If it ended before the base of a compacted log, only what the batch says about it is known.
-        """
-        return self._ended.pop(member.episode, None) or Member(
-            episode=member.episode,
-            client="",
-            reward=member.reward,
-            calls=len(member.calls),
-            tokens=0,
-            versions=(-1, -1),
-        )
-
-    def found(self) -> Lineage:
-        engine, run = self._wanted
-        runs = [
-            lineage
-            for lineage in self._runs.values()
-            if engine in ("", lineage.engine) and run in (0, lineage.run) and lineage.steps
-        ]
-        holding = [lineage for lineage in runs if any(step.step == self._step for step in lineage.steps)]
-        if not holding:
-            steps = ", ".join(
-                f"engine {each.engine} run {each.run} has {each.steps[0].step} to {each.steps[-1].step}"
-                for each in runs
-            )
-            raise NotOnLog(f"there is no step {self._step} in this log; {steps or 'no batch was sealed'}")
-        newest = holding[-1]
-        newest.steps = [step for step in newest.steps if step.step <= self._step]
-        return newest
-
-
-def _member(outcome: Outcome, client: str, episode: Episode | None) -> Member:
-    refs = ended_calls(outcome, episode)
-    mine = [call for call in episode.calls if call.ref in refs] if episode is not None else []
-    return Member(
-        episode=outcome.episode,
-        client=client,
-        reward=outcome.reward,
-        calls=len(refs),
-        tokens=outcome.completion_tokens,
-        versions=(min((call.oldest for call in mine), default=-1), max((call.newest for call in mine), default=-1)),
+def _step(logged: LoggedRun, number: int) -> Step:
+    sealed, ready = logged.steps[number], logged.versions.get(number)
+    found = Step(
+        step=number,
+        batch_event=sealed.seq,
+        groups=tuple(
+            LineageGroup(task=group.task, episodes=tuple(map(_member, group.episodes))) for group in sealed.batch.groups
+        ),
+        config_digest=sealed.batch.config_digest,
+        weights=None if ready is None else ready.weights,
     )
+    if (done := sealed.done) is not None:
+        found.checkpoint, found.checkpoint_digest = done.checkpoint, done.checkpoint_digest
+        found.trainer_epoch = done.trainer_epoch
+    return found
+
+
+def _member(member: ev.BatchEpisode) -> Member:
+    return Member(episode=member.episode, reward=member.reward, calls=len(member.calls))
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -201,10 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "step", type=int, metavar="STEP", help="the optimizer step that made the version with the same number"
     )
-    parser.add_argument("--engine", default="", metavar="NAME", help="required when the hive has several engines")
-    parser.add_argument(
-        "--run", type=int, default=0, metavar="R", help="which run of the engine (default: the last that has this step)"
-    )
+    parser.add_argument("--engine", metavar="NAME", help="required when the hive has several engines")
+    parser.add_argument("--run", type=int, metavar="R", help="which run of the engine (default: the newest)")
     parser.add_argument("--episodes", action="store_true", help="list every episode of the step")
     parser.add_argument(
         "--json", action="store_true", help="print all steps up to this one as JSON, with all that is known about them"
