@@ -156,6 +156,10 @@ async def state_at(source: Source, seq: int) -> Hive:
     return hive
 
 
+def no_episode(source: Source, episode: str) -> NotOnLog:
+    return NotOnLog(f"{source.title} has no episode {episode}: `bombus replay episodes` lists those that have ended")
+
+
 async def check_position(source: Source, seq: int) -> None:
     """Raise `NotOnLog` if the state at `seq` cannot be known."""
     _, first = await source.base()

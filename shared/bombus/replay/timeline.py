@@ -15,8 +15,7 @@ from bombus.hive.events import AnyEvent, kind_of
 from bombus.replay.moments import clock, date, moment
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
-from bombus.replay.source import Logged, Source
-from bombus.replay.tally import EpisodesSeen
+from bombus.replay.source import Logged, Source, no_episode
 from bombus.terminal import complain, json_escaped, say
 
 KINDS = tuple(sorted(map(kind_of, get_args(AnyEvent))))
@@ -92,21 +91,19 @@ def about(event: AnyEvent, episode: str) -> AnyEvent | None:
 
 async def select(source: Source, chosen: Filter) -> AsyncGenerator[tuple[Logged, AnyEvent], None]:
     """Yield the chosen events, one by one. Raises `NotOnLog` if the log does not have the chosen episode."""
-    seen = EpisodesSeen((await source.base())[1])
-    found = False
+    found = not chosen.episode
     async with aclosing(source.events(0 if chosen.episode else chosen.after)) as entries:
         async for entry in entries:
-            seen.note(entry.event)
+            found = found or about(entry.event, chosen.episode) is not None
             if entry.seq <= chosen.after:
                 continue
             if entry.time_ns > chosen.until_ns:
                 break
             event = chosen.apply(entry)
             if event is not None:
-                found = True
                 yield entry, event
-    if chosen.episode and not found:
-        seen.check(chosen.episode)
+    if not found:
+        raise no_episode(source, chosen.episode)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from bombus.hive.events import AnyEvent, NotedCall, Outcome
 from bombus.hive.fold.evolve import as_folded, evolve, with_calls
 from bombus.hive.records import CallRef
 from bombus.hive.state import Episode, Hive
-from bombus.replay.source import Logged, Source
-from bombus.replay.tally import EpisodesSeen
+from bombus.replay.source import Logged, Source, no_episode
 
 
 class EpisodeStory(msgspec.Struct, kw_only=True):
@@ -56,30 +55,28 @@ async def read_story(
     """Read the log for one episode, up to event `until` or to the event after which nothing happens to the episode.
 
     `start` is a state from before the episode's claim, with its position; the state is changed. By default the log is
-    read from its beginning. Raises `NotOnLog`, which lists existing episodes, if the log does not have the episode.
+    read from its beginning. Raises `NotOnLog` if the log does not have the episode.
     """
     hive, position = await source.base() if start is None else start
-    reader = _StoryReader(episode, hive, position)
+    reader = _StoryReader(episode, hive)
     async with aclosing(source.events(position, until)) as entries:
         async for entry in entries:
             reader.take(entry)
             if start is not None and reader.is_over:
                 break
-    return reader.story()
+    return reader.story(source)
 
 
 class _StoryReader:
-    def __init__(self, episode: str, hive: Hive, position: int) -> None:
+    def __init__(self, episode: str, hive: Hive) -> None:
         self._id = episode
         self._hive = hive
-        self._seen = EpisodesSeen(position)
         self._story: EpisodeStory | None = None
         for name in hive.engines:  # on a compacted log, an open episode may have been claimed before the log's base
             self._begin(name)
 
     def take(self, entry: Logged) -> None:
         event = entry.event
-        self._seen.note(event)
         before = self._hive.engines.get(event.engine)
         was_in_pool = before is not None and self._id in before.pool
         if isinstance(event, ev.EpisodeEnded):
@@ -104,11 +101,9 @@ class _StoryReader:
         measured = story.outcome is not None and story.type == ev.EpisodeType.EVAL
         return bool(story.fate) or story.aborted is not None or measured
 
-    def story(self) -> EpisodeStory:
-        if self._story is None:
-            self._seen.check(self._id)
-            raise AssertionError("an episode that was claimed has a story")
-        story = self._story
+    def story(self, source: Source) -> EpisodeStory:
+        if (story := self._story) is None:
+            raise no_episode(source, self._id)
         if story.outcome is not None and not story.fate:
             in_pool = self._id in self._hive.engines[story.engine].pool
             played = "its policy version" if story.sampler is None else "what it played with"
