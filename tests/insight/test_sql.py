@@ -255,14 +255,13 @@ def test_the_same_rows_are_printed_and_written_in_every_form(capsys: Capture, tm
     assert [each[0] for each in cells[2:]] == [row["episode"] for row in rows]
     lines = [*csv.DictReader(io.StringIO("\n".join(sql(capsys, query, "--csv"))))]
     assert [json.loads(line["reported"]) for line in lines] == [row["reported"] for row in rows]
-    for name in ("rows.parquet", "rows.arrow", "rows.csv"):
+    for name in ("rows.parquet", "rows.arrow"):
         sql(capsys, query, "--out", str(tmp_path / name))
     parquet = pyarrow.parquet.read_table(tmp_path / "rows.parquet")
     assert parquet.column("reward").to_pylist() == [row["reward"] for row in rows]
     with pyarrow.ipc.open_file(tmp_path / "rows.arrow") as file:
         assert file.read_all() == parquet
-    assert [*csv.DictReader((tmp_path / "rows.csv").open())] == lines
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.arrow", "rows.csv", "rows.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.arrow", "rows.parquet"]
 
 
 def test_a_file_that_cannot_hold_a_type_is_refused_in_one_sentence(capsys: Capture, tmp_path: Path) -> None:

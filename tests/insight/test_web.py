@@ -191,7 +191,7 @@ async def test_while_the_bus_is_dead_pages_show_at_once_what_was_read_and_go_on_
         assert f"{len(events) - 2} of {len(events) - 2}" in now.text
         run = await at_once("/run/main-1")
         assert run.status_code == 200
-        assert watch.error in run.text
+        assert "This is what was read last" in run.text
         assert (await at_once("/runs/points.json?run=main-1")).json()["points"]["reward"]
         for unread in ("/?at=30", "/run/main-1/step/1", "/episode/main-1-1"):
             assert (await at_once(unread)).status_code == 503
@@ -402,7 +402,7 @@ async def test_an_episode_that_does_not_exist_is_not_said_to_be_compacted(tmp_pa
         await ready(client, watch)
         answer = await client.get("/episode/main-1-9999")
         assert answer.status_code == 404
-        assert f"has no episode main-1-9999 at event {watch.position}" in answer.text
+        assert "has no episode main-1-9999:" in answer.text
 
 
 async def test_a_page_that_does_not_exist_at_a_position_shows_that_position() -> None:

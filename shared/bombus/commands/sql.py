@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from itertools import chain
@@ -34,7 +34,7 @@ SHOWN = 200  # the most rows of a printed table
 WIDTH = 60  # the widest cell of a printed table
 ROWS_AT_ONCE = 32_768
 PARTS = (dict, list, tuple, bytes)
-SUFFIXES = (".parquet", ".arrow", ".csv")
+SUFFIXES = (".parquet", ".arrow")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +126,7 @@ def _answer(database: LogDatabase, arguments: argparse.Namespace, text: str) -> 
         elif arguments.json:
             _print_json(database.query(text))
         elif arguments.csv:
-            _write_csv(database.query(text), say)
+            _print_csv(database.query(text))
         else:
             _print_table(database.relation(text))
 
@@ -155,13 +155,13 @@ def _print_table(found: duckdb.DuckDBPyRelation) -> None:
     say(*shown.getvalue().rstrip("\n").split("\n"))
 
 
-def _write_csv(result: duckdb.DuckDBPyConnection, write: Callable[[str], object]) -> None:
-    """Write rows as lines of CSV: anything with parts as JSON."""
+def _print_csv(result: duckdb.DuckDBPyConnection) -> None:
+    """Print rows as lines of CSV: anything with parts as JSON."""
     file = io.StringIO()
     lines = csv.writer(file, lineterminator="")
     for row in chain([_names(result)], _rows(result)):
         lines.writerow(msgspec.json.encode(each).decode() if isinstance(each, PARTS) else each for each in row)
-        write(file.getvalue())
+        say(file.getvalue())
         file.seek(file.truncate(0))
 
 
@@ -170,15 +170,11 @@ def _write_file(path: Path, text: str, database: LogDatabase) -> None:
     private_folder(path.parent)
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        if path.suffix == ".csv":
-            with draft.open("w", newline="", encoding="utf-8") as file:
-                _write_csv(database.query(text), lambda line: file.write(line + "\r\n"))
-        else:
-            rows = database.relation(text).to_arrow_reader(ROWS_AT_ONCE)
-            make = pyarrow.parquet.ParquetWriter if path.suffix == ".parquet" else pyarrow.ipc.new_file
-            with make(str(draft), rows.schema) as writer:
-                for batch in rows:
-                    writer.write_batch(batch)
+        rows = database.relation(text).to_arrow_reader(ROWS_AT_ONCE)
+        make = pyarrow.parquet.ParquetWriter if path.suffix == ".parquet" else pyarrow.ipc.new_file
+        with make(str(draft), rows.schema) as writer:
+            for batch in rows:
+                writer.write_batch(batch)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

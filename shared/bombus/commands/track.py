@@ -9,7 +9,7 @@ from bombus import logs
 from bombus.cli import URL_FILE, add_log_argument, default_nats
 from bombus.config.job import Tracker
 from bombus.errors import BombusError, in_one_line
-from bombus.insight.runs import add_run_argument, read_runs
+from bombus.insight.runs import add_run_argument
 from bombus.insight.trackers.adapters import ADAPTERS
 from bombus.insight.trackers.filling import fill, follow, write_row
 from bombus.insight.trackers.ledger import Ledger
@@ -52,22 +52,21 @@ def run(arguments: argparse.Namespace) -> int:
         return reported("bombus track", lambda: _check_follows(arguments)) or _follow(arguments, folder)
 
     async def write(source: Source, arguments: argparse.Namespace) -> None:
-        name = (await read_runs(source)).newest(arguments.name, source.title).name
         state, position = await source.base()
         rows = TrackedRows(state, every=True)
         found: list[Noted] = []
         async with aclosing(source.events(position)) as entries:
             async for entry in entries:
-                found += [noted for noted in rows.note(entry.seq, entry.event) if noted.series.name == name]
-        series, end = rows.runs.series[name], await source.end()
+                found += rows.note(entry.seq, entry.event)
+        series, end = rows.runs.newest(arguments.name, source.title), await source.end()
         last = [] if source.running else [*rows.evaluations(series, end.time_ns)]
         until = end.seq if last else 0
         ledger = Ledger(folder, tracked(source.hive, series, arguments.project, arguments.title, until))
         try:
-            for noted in [*found, *last]:
+            for noted in [each for each in (*found, *last) if each.series is series]:
                 await write_row(ledger, source, noted)
             ledger.end()
-            say(f"{name}: {_fill(ledger, arguments.to)}")
+            say(f"{series.name}: {_fill(ledger, arguments.to)}")
         finally:
             ledger.close()
 

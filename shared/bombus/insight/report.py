@@ -15,7 +15,7 @@ import yaml
 from markupsafe import Markup
 
 from bombus.errors import BombusError
-from bombus.figures import duration, one_line
+from bombus.figures import one_line
 from bombus.insight.charts import CHARTS, Chart, all_points, spec
 from bombus.insight.drawing import svg
 from bombus.insight.runs import add_run_argument, read_answers, read_runs
@@ -23,7 +23,6 @@ from bombus.insight.web.pages import render
 from bombus.replay.diagnosis.diagnose import diagnose
 from bombus.replay.diagnosis.steps import STEPS_KEPT, RunSeries
 from bombus.replay.logged_run import LoggedRun, read_run
-from bombus.replay.moments import clock, date
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
 from bombus.replay.source import Source
@@ -69,11 +68,10 @@ def page(series: RunSeries, logged: LoggedRun, title: str, end: int) -> str:
     return render(
         "report.html",
         style=Markup((resources.files("bombus.insight.web") / "static" / "page.css").read_text()),
-        summary=_summary(series),
         findings=diagnose(series.steps, series.job),
         charts=list(_charts(series)),
         logged=logged,
-        lineage=[_version(logged, number) for number in sorted({0, *logged.checkpoints, *logged.versions})],
+        versions=sorted({0, *logged.checkpoints, *logged.versions}),
         series=series,
         first=min(logged.steps, default=None),
         job=yaml.safe_dump(series.job.to_yaml_mapping(), sort_keys=False, allow_unicode=True),
@@ -81,14 +79,6 @@ def page(series: RunSeries, logged: LoggedRun, title: str, end: int) -> str:
         title=title,
         end=end,
     )
-
-
-def _summary(series: RunSeries) -> str:
-    if not series.steps:
-        return "No step was completed."
-    first, last = series.steps[0], series.steps[-1]
-    took = f" in {duration((last.done_ns - series.started_ns) / 1e9)}" if series.started_ns else ""
-    return f"Steps {first.step} to {last.step}{took}, until {date(last.done_ns)} {clock(last.done_ns)}"
 
 
 def _charts(series: RunSeries) -> Iterator[tuple[Chart, Markup | None, list[str], list[tuple[str, list[str]]]]]:
@@ -101,13 +91,6 @@ def _charts(series: RunSeries) -> Iterator[tuple[Chart, Markup | None, list[str]
             by_x.setdefault(point["x"], {})[point["figure"]] = f"{point['y']:.6g}"
         rows = [(f"{x:g}", [values.get(figure, "") for figure in figures]) for x, values in by_x.items()]
         yield chart, drawn, figures, rows
-
-
-def _version(logged: LoggedRun, number: int) -> tuple[str | int, ...]:
-    """Return the version, its batch and number of groups, and the digests of its checkpoint and its weights."""
-    step, done, ready = logged.steps.get(number), logged.checkpoints.get(number), logged.versions.get(number)
-    batch = (f"event {step.seq}", len(step.batch.groups) or len(step.batch.rollout_groups)) if step else ("", "")
-    return number, *batch, done.checkpoint_digest if done else "", ready.weights.sha256 if ready else ""
 
 
 def _browser() -> str:

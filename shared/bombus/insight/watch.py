@@ -135,12 +135,7 @@ class LogWatch:
             raise BusUnavailable(self.error or "the log is not read yet")
         before = await self.at(min(max(record.first, record.claimed_at(episode) - 1), position))
         start = before.copy()  # reading changes it
-        try:
-            story = await read_story(source, episode, (start.hive, start.position), position)
-        except NotOnLog:
-            # The reader saw only the events from `start` on, and would say that the earlier ones were compacted.
-            raise NotOnLog(f"{source.title} has no episode {episode} at event {position}") from None
-        return await read_transcript(source, story)
+        return await read_transcript(source, await read_story(source, episode, (start.hive, start.position), position))
 
     def now_ns(self, moment: Moment) -> tuple[int, int]:
         """Return the time to show a state at, and when a leader was last at work (0 if unknown)."""

@@ -1,7 +1,6 @@
 """`bombus replay timeline`: what happened, one line per event."""
 
 import argparse
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import get_args
@@ -49,21 +48,9 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_of_model(event: AnyEvent, model: str) -> bool:
     """Return whether an event is about this model of a training client, or about episodes that play with the model."""
-    match event:
-        case (
-            ev.ModelOpened()
-            | ev.ModelClosed()
-            | ev.OperationAccepted()
-            | ev.OperationCompleted()
-            | ev.ModelCheckpointed()
-            | ev.WeightsKept()
-            | ev.WeightsRemoved()
-        ):
-            return event.model == model
-        case ev.EpisodeClaimed(sampler=ev.SamplerWeights(checkpoint=checkpoint)):
-            return checkpoint.partition("/")[0] == model
-        case _:
-            return False
+    if isinstance(event, ev.EpisodeClaimed):
+        return event.sampler is not None and event.sampler.checkpoint.partition("/")[0] == model
+    return not isinstance(event, ev.EngineConfigured) and getattr(event, "model", "") == model
 
 
 def about(event: AnyEvent, episode: str) -> AnyEvent | None:
@@ -147,7 +134,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
         async for entry, event in entries:
             shown = True
             if arguments.json:
-                say(json_escaped(_as_json(entry)))
+                say(json_escaped(msgspec.json.encode(entry).decode()))
             else:
                 if date(entry.time_ns) != day:
                     day = date(entry.time_ns)
@@ -197,14 +184,3 @@ async def _span(source: Source) -> tuple[int, int]:
         async for entry in entries:
             return entry.time_ns, end.time_ns
     return end.time_ns, end.time_ns
-
-
-def _as_json(entry: Logged) -> str:
-    line = {
-        "seq": entry.seq,
-        "time_ns": entry.time_ns,
-        "epoch": entry.epoch,
-        "answers": entry.answers,
-        "event": msgspec.to_builtins(entry.event),
-    }
-    return json.dumps(line, ensure_ascii=False)

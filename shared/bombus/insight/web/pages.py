@@ -22,7 +22,6 @@ from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.moments import clock, date
 from bombus.replay.source import NotOnLog, Source
 
-STATUS_OF = {NotOnLog: 404, BusUnavailable: 503}
 ON_PAGE = {"config": theme("currentColor")}  # of a chart
 
 
@@ -105,7 +104,7 @@ def page(path: str, handler: PageHandler) -> Route:
             return await handler(Visit(request, watch, record, moment, at))
         except BombusError as error:
             found = Visit(request, watch, record, moment, shown_at)
-            status = next((status for kind, status in STATUS_OF.items() if isinstance(error, kind)), 500)
+            status = 404 if isinstance(error, NotOnLog) else 503 if isinstance(error, BusUnavailable) else 500
             return _html("error.html", watch, status=status, visit=found, why=str(error))
 
     return Route(path, endpoint)

@@ -13,7 +13,6 @@ from bombus.replay.diagnosis.statistics import Spread
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.source import NotOnLog, Source
 
-SORTED_BY = {"order": "the batch's order", "spread": "largest spread", "worst": "lowest mean", "best": "highest mean"}
 GROUPS_SHOWN = 500  # with more, the page of a step is slow in a browser
 
 
@@ -27,10 +26,11 @@ class GroupRow(msgspec.Struct, frozen=True):
     is_silent: bool
 
 
-_PLACES: dict[str, Callable[[GroupRow], float]] = {
-    "spread": lambda group: -group.spread,
-    "worst": lambda group: group.mean,
-    "best": lambda group: -group.mean,
+SORTED_BY: dict[str, tuple[str, Callable[[GroupRow], float]]] = {
+    "order": ("the batch's order", lambda group: 0.0),
+    "spread": ("largest spread", lambda group: -group.spread),
+    "worst": ("lowest mean", lambda group: group.mean),
+    "best": ("highest mean", lambda group: -group.mean),
 }
 
 
@@ -57,14 +57,14 @@ async def show(visit: Visit) -> Response:
         row=row,
         before=max((each.step for each in steps if each.step < row.step), default=None),
         after=min((each.step for each in steps if each.step > row.step), default=None),
-        groups=sorted(chosen, key=_PLACES.get(order, lambda group: 0.0))[:GROUPS_SHOWN],
+        groups=sorted(chosen, key=SORTED_BY.get(order, SORTED_BY["order"])[1])[:GROUPS_SHOWN],
         groups_chosen=len(chosen),
         groups_in_all=len(groups),
         low=low,
         high=high,
         task=task,
         sort=order,
-        sorts=SORTED_BY,
+        sorts={name: label for name, (label, _) in SORTED_BY.items()},
         is_chosen=is_chosen,
         place=lambda reward: (reward - row.lowest) / width if (width := row.highest - row.lowest) > 0 else 0.5,
     )
@@ -81,8 +81,7 @@ async def batch_of(source: Source, series: RunSeries, row: StepFigures) -> tuple
 def _row(group: ev.BatchGroup) -> GroupRow:
     rewards, call_rewards = zip(*((each.reward, each.call_rewards) for each in group.episodes), strict=True)
     spread = Spread()
-    for reward in rewards:
-        spread.add(reward)
+    spread.extend(rewards)
     is_silent = not have_signal(rewards, call_rewards, [1] * len(rewards))
     return GroupRow(group.task, group.episodes, spread.mean, spread.variance**0.5, is_silent)
 
