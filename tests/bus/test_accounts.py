@@ -23,7 +23,8 @@ from bombus.commands.init import make_credentials
 from bombus.errors import BusUnavailable
 from bombus.hive import inbox
 from bombus.hive.events import kind_of
-from bombus.hive.subjects import SIGNING_SECRET, Subjects
+from bombus.hive.generation import replica_key
+from bombus.hive.subjects import REPLICA_KEY, SIGNING_SECRET, Subjects
 from bombus.host.credentials import read_environment
 from tests.bus.guarded_server import GuardedServer, guarded_server
 from tests.conftest import SMALL_STREAMS
@@ -44,8 +45,8 @@ STREAMS = {
 BODIES = {"calls", "ops", "trajectories"}
 READS: Mapping[str, set[str]] = {
     "gateway": {"events", "blobs", "secrets"} | BODIES,
-    "trainer": {"events", "blobs", "secrets"} | BODIES,
-    "inference": {"events", "blobs", "secrets"},
+    "trainer": {"events", "blobs"} | BODIES,
+    "inference": {"events", "blobs"},
     "environment": set(),
     "observer": {"inbox", "events", "blobs", "leases"} | BODIES,
 }
@@ -61,9 +62,10 @@ OF_COORDINATORS = {
 }  # fmt: skip
 OF_GATEWAYS = (set(KINDS) - OF_COORDINATORS - OF_REPLICAS - OF_TRAINERS) | {"give_up_groups"}
 WRITES: Mapping[str, set[str]] = {
-    "gateway": {f"inbox {kind}" for kind in OF_GATEWAYS} | {"call", "op", "trajectory", "signing secret"},
-    "trainer": {f"inbox {kind}" for kind in OF_TRAINERS} | {"op", "object", "chunk", "signing secret"},
-    "inference": {f"inbox {kind}" for kind in OF_REPLICAS} | {"signing secret"},
+    "gateway": {f"inbox {kind}" for kind in OF_GATEWAYS}
+    | {"call", "op", "trajectory", "signing secret", "replica key"},
+    "trainer": {f"inbox {kind}" for kind in OF_TRAINERS} | {"op", "object", "chunk"},
+    "inference": {f"inbox {kind}" for kind in OF_REPLICAS},
     "environment": {"environment"},
     "observer": set(),
 }
@@ -76,6 +78,7 @@ SUBJECTS = {f"inbox {kind}": f"bombus.main.inbox.{kind}" for kind in KINDS} | {
     "object": "$O.BOMBUS_main_blobs.M.x",
     "chunk": "$O.BOMBUS_main_blobs.C.x",
     "signing secret": "$KV.BOMBUS_main_secrets.episode-keys",
+    "replica key": "$KV.BOMBUS_main_secrets.replica-key",
     "other secret": "$KV.BOMBUS_main_secrets.x",
     "lease": "$KV.BOMBUS_main_leases.leader",
     "environment": "$KV.BOMBUS_main_leases.environments.x",
@@ -292,6 +295,69 @@ async def test_commands_and_their_answers_cross_the_accounts(server: GuardedServ
                 assert inbox.decode_answer(answer.data) == inbox.Done(doing="stepping")
 
 
+@pytest.mark.parametrize("user", ["trainer", "inference"])
+async def test_a_trainer_or_replica_recognizes_gateways_and_cannot_sign_what_they_sign(
+    server: GuardedServer, operator: Bus, user: str
+) -> None:
+    """They can read the key for replicas, which is derived from the secret that signs, and no other secret."""
+    async with (
+        await Bus.connect(address(server, "gateway"), "main") as gateway,
+        await Bus.connect(address(server, user), "main") as bus,
+        client(address(server, user), user) as connected,
+    ):
+        await gateway.hand_out_replica_key()
+        secret = await gateway.secret(SIGNING_SECRET)
+        assert await bus.replica_key() == await gateway.replica_key() == replica_key(secret)
+        with pytest.raises(BusUnavailable, match="no responder"):
+            await bus.last(STREAMS["secrets"], SUBJECTS["signing secret"])
+        api = f"BOMBUS.API.DIRECT.GET.{STREAMS['secrets']}"
+        allowed, signing = (f"{api}.{SUBJECTS[name]}" for name in ("replica key", "signing secret"))
+        assert await is_granted(connected, allowed, b"")
+        assert not await is_granted(connected, signing, b"")
+        for asked in ({"last_by_subj": SUBJECTS["signing secret"]}, {"seq": 1, "batch": 9}, {"multi_last": ["$KV.>"]}):
+            answer = await connected.request(allowed, json.dumps(asked).encode(), timeout=2)
+            assert secret not in answer.data, asked
+
+
+async def test_a_replica_waits_until_a_gateway_has_written_its_key(tmp_path: Path) -> None:
+    with guarded_server(tmp_path, "main") as server:
+        async with (
+            await Bus.connect(address(server, "operator"), "main") as operator,
+            await Bus.connect(address(server, "inference"), "main") as bus,
+        ):
+            await operator.ensure_streams(SMALL_STREAMS)
+            waiting = asyncio.create_task(bus.replica_key())
+            await bus.state(STREAMS["secrets"])  # answered after the first attempt to read the key
+            assert not waiting.done()
+            await operator.hand_out_replica_key()
+            assert await waiting == await operator.replica_key()
+
+
+async def test_a_replica_with_the_permissions_of_an_earlier_release_derives_its_key(tmp_path: Path) -> None:
+    """Before `bombus init` is run again, its login can read the secret, but not the key alone."""
+    with guarded_server(tmp_path, "main") as server:
+        accounts = tmp_path / "main" / "accounts.conf"
+        narrow = f"DIRECT.GET.{STREAMS['secrets']}.{SUBJECTS['replica key']}"
+        broad = f"STREAM.MSG.GET.{STREAMS['secrets']}"
+        earlier = json.loads(f"{{{accounts.read_text()}}}")
+        for each in earlier["main"]["exports"]:
+            if each.get("service") == f"$JS.API.{broad}":
+                each["accounts"].append("main.inference")
+        for each in earlier["main.inference"]["imports"]:
+            service = each.get("service", {})
+            if service.get("subject") == f"$JS.API.{narrow}":
+                service["subject"], each["to"] = f"$JS.API.{broad}", f"BOMBUS.API.{broad}"
+        accounts.write_text(json.dumps(earlier)[1:-1])
+        server.reload()
+        async with (
+            await Bus.connect(address(server, "operator"), "main") as operator,
+            await Bus.connect(address(server, "inference"), "main") as bus,
+        ):
+            await operator.ensure_streams(SMALL_STREAMS)
+            await operator.secret(SIGNING_SECRET)
+            assert await bus.replica_key() == await operator.replica_key()
+
+
 async def test_a_replaced_password_stays_valid_until_the_next_one(tmp_path: Path) -> None:
     with guarded_server(tmp_path, "main") as server:
         first = address(server, "gateway")
@@ -343,6 +409,7 @@ def test_the_user_of_an_address_is_found() -> None:
     for other in ("nats://bus:4222", "nats://bombus:x@bus", "nats://next.gateway.1:x@bus", "nats://main.else.1:x@bus"):
         assert user_of(other, "main") is None
     assert SUBJECTS["signing secret"].endswith(SIGNING_SECRET)
+    assert SUBJECTS["replica key"].endswith(REPLICA_KEY)
     assert set(STREAMS.values()) >= {Subjects("main").inbox_stream, Subjects("main").calls_stream}
 
 

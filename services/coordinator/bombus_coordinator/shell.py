@@ -460,6 +460,7 @@ async def run(
     leader = name or f"coordinator-{secrets.token_hex(4)}"
     async with await Bus.connect(url, hive, name="coordinator") as bus:
         await bus.ensure_streams(limits)
+        await bus.hand_out_replica_key()
         lease = Lease(bus, leader)
         memory = Memory()
         upkeep = upkeep or Housekeeping()

@@ -78,6 +78,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
                 trim(traces, TRACES_KEPT)
 
         follower = Follower(bus, note if telemetry.enabled() else None)
+        await bus.hand_out_replica_key()
         gateway = Gateway(settings, bus, follower, Keys(await bus.secret(SIGNING_SECRET)), traces)
         app = create_app(gateway)
         async with asyncio.TaskGroup() as tasks:

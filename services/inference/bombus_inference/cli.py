@@ -8,8 +8,6 @@ from bombus.bus import Bus
 from bombus.cli import add_hive_arguments, add_torch_arguments, hint_at_bus
 from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.errors import BusUnavailable
-from bombus.hive.generation import replica_key
-from bombus.hive.subjects import SIGNING_SECRET
 from bombus.machine.process import run_service
 from bombus.terminal import complain, say
 from bombus_inference.settings import InferenceSettings
@@ -53,4 +51,4 @@ def _show_key(arguments: argparse.Namespace) -> int:
 async def _key(bus_url: str, hive: str) -> str:
     async with await Bus.connect(bus_url, hive, name="inference", patient=False) as bus:
         await bus.until_streams_exist(timeout_s=0)
-        return replica_key(await bus.secret(SIGNING_SECRET))
+        return await bus.replica_key()

@@ -13,10 +13,8 @@ from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, EngineFault, Refused
 from bombus.hive.events import CanaryCheck, ReplicaQuarantined, WeightsReady
-from bombus.hive.generation import replica_key
 from bombus.hive.inbox import LoadBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.subjects import SIGNING_SECRET
 from bombus.machine.advertising import url_for_others, url_of
 from bombus.machine.host_names import OwnHostsOnly, host_of
 from bombus.machine.http_limits import HttpLimits
@@ -332,7 +330,7 @@ async def run(settings: InferenceSettings) -> None:
     async with await Bus.connect(settings.bus_url, settings.hive, name=f"inference-{settings.engine}") as bus:
         await bus.until_streams_exist()
         url = await advertised_url(bus, settings, bound)
-        key = replica_key(await bus.secret(SIGNING_SECRET))
+        key = await bus.replica_key()
         replica = ReplicaService(bus, settings, url)
         try:
             limits = HttpLimits(connections=CONNECTIONS_FOR_A_REQUEST * settings.http.requests_max)

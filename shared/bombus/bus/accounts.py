@@ -23,7 +23,7 @@ from bombus.bus_address import BusUser, user_name
 from bombus.config.streams import AS_THEY_ARE
 from bombus.hive import inbox
 from bombus.hive.events import kind_of
-from bombus.hive.subjects import SIGNING_SECRET, Subjects
+from bombus.hive.subjects import REPLICA_KEY, SIGNING_SECRET, Subjects
 
 # Where services find JetStream's API. In every account, the server answers `$JS.API` itself, if only to refuse.
 IMPORTED_API = "BOMBUS.API"
@@ -33,6 +33,8 @@ ENTRIES = "environments"  # the key-value entries of environment servers
 
 
 SERVICES = tuple(user for user in BusUser if user not in (BusUser.OPERATOR, BusUser.COORDINATOR))
+# These recognize gateways by a key. They cannot read the secret that it is derived from, with which gateways sign.
+RECOGNIZING = (BusUser.TRAINER, BusUser.INFERENCE)
 
 # The messages that each service may put into the inbox. All others are the coordinator's own.
 COMMANDS: tuple[type[inbox.Message], ...] = get_args(inbox.AnyCommand)
@@ -87,19 +89,19 @@ def grants(subjects: Subjects, user: BusUser) -> Grants:
     names = subjects
     blobs, secrets = blob_stream(subjects), secret_stream(subjects)
     sends = tuple(subjects.inbox(kind_of(kind)) for kind in SENDS.get(user, ()))
-    signing = f"$KV.{subjects.secrets_bucket}.{SIGNING_SECRET}"  # created by whoever needs it first
+    signing, for_replicas = (f"$KV.{subjects.secrets_bucket}.{name}" for name in (SIGNING_SECRET, REPLICA_KEY))
     kept = (names.calls_stream, names.ops_stream, names.trajectories_stream)
     trainers = trainer_subjects(subjects)
     match user:
         case BusUser.GATEWAY:
             bodies = (names.all_calls, names.all_ops, names.all_trajectories)
-            return Grants((names.events_stream, *kept, blobs, secrets), (), (*sends, *bodies, signing))
+            return Grants((names.events_stream, *kept, blobs, secrets), (), (*sends, *bodies, signing, for_replicas))
         case BusUser.TRAINER:
             objects = f"$O.{subjects.blobs_bucket}.>"
-            own = (*sends, names.all_ops, objects, signing)
-            return Grants((names.events_stream, *kept, blobs, secrets), (blobs,), own)
+            own = (*sends, names.all_ops, objects)
+            return Grants((names.events_stream, *kept, blobs), (blobs,), own)
         case BusUser.INFERENCE:
-            return Grants((names.events_stream, blobs, secrets), (), (*sends, signing), trainers[1:])
+            return Grants((names.events_stream, blobs), (), sends, trainers[1:])
         case BusUser.ENVIRONMENT:
             return Grants((), (), (f"$KV.{subjects.leases_bucket}.{ENTRIES}.*",))
         case BusUser.OBSERVER:
@@ -181,6 +183,8 @@ def _services(subjects: Subjects, user: BusUser) -> Iterator[str]:
     for stream in _streams(subjects):
         yield f"{JETSTREAM_API}.STREAM.INFO.{stream}"
     yield from _reading(granted.reads)
+    if user in RECOGNIZING:
+        yield f"{JETSTREAM_API}.DIRECT.GET.{secret_stream(subjects)}.$KV.{subjects.secrets_bucket}.{REPLICA_KEY}"
     for stream in granted.purges:
         yield f"{JETSTREAM_API}.STREAM.PURGE.{stream}"
 

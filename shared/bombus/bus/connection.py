@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.errors import Error
 
-from bombus.bus.accounts import answer_subjects, api_prefix
+from bombus.bus.accounts import RECOGNIZING, answer_subjects, api_prefix
 from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT, check_size
 from bombus.bus.inbox_client import InboxClient
 from bombus.bus.lean_nats import allow_websockets
@@ -50,8 +50,9 @@ from bombus.bus_address import BusUser, check_bus_address, user_of, without_logi
 from bombus.config.streams import AS_THEY_ARE, PAYLOAD_BYTES, StreamLimits, limit_flag
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.figures import byte_size
+from bombus.hive.generation import replica_key
 from bombus.hive.inbox import Answer, Refusal, encode_answer
-from bombus.hive.subjects import Subjects
+from bombus.hive.subjects import REPLICA_KEY, SIGNING_SECRET, Subjects
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ SECRET_BYTES = 32
 PAYLOAD_BYTES_MIN = 64 << 10  # with less, not even headers, events and snapshots fit
 STREAMS_WAIT_S = 60.0  # how long to wait for another service to create the streams
 SECRET_ATTEMPTS = 40
+REPLICA_KEY_AGAIN_S = 1.0
+REPLICA_KEY_ANSWER_S = 2.0
 ANSWER_PREFIXES = ("_INBOX.", "_R_.")  # of clients, and of the server for requests from another account
 _SAFE_SUBJECT = re.compile(r"^[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*\Z")
 _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
@@ -86,6 +89,7 @@ class Bus:
         self.subjects = subjects
         self.token = inbox.rsplit(".", 1)[1]  # unique to this connection
         self.epoch_fence: EpochFence | None = None  # kept between appends
+        self._user = user
         self._client = client
         self._inbox = inbox
         self._inboxes = 0
@@ -413,6 +417,46 @@ class Bus:
             except WrongSequence:
                 await asyncio.sleep(0.05)  # another caller was first; on three replicas, theirs may not be readable yet
         raise BusUnavailable(f"the secret {name} could be neither read nor created")
+
+    async def hand_out_replica_key(self) -> None:
+        """Write the key for replicas where services read it that may not read the secret behind it."""
+        subject, key = f"$KV.{self.subjects.secrets_bucket}.{REPLICA_KEY}", await self._derived_replica_key()
+        for _ in range(SECRET_ATTEMPTS):
+            stored = await self.last(secret_stream(self.subjects), subject)
+            if stored is not None and stored.data == key.encode():
+                return
+            try:
+                expected = {EXPECTED_LAST_OF_SUBJECT: str(stored.seq) if stored is not None else "0"}
+                await self.publisher.publish(subject, key.encode(), msg_id=secrets.token_hex(8), headers=expected)
+            except WrongSequence:
+                await asyncio.sleep(0.05)  # another service was first
+        raise BusUnavailable("the key for replicas could not be written")
+
+    async def replica_key(self) -> str:
+        """Return the key by which replicas recognize gateways.
+
+        The logins of trainers and replicas can read only this key. They wait until a coordinator or gateway has written
+        it.
+        """
+        if self._user not in RECOGNIZING:
+            return await self._derived_replica_key()
+        stream = secret_stream(self.subjects)
+        call = f"{self.requests.api_prefix}.DIRECT.GET.{stream}.$KV.{self.subjects.secrets_bucket}.{REPLICA_KEY}"
+        level = logging.WARNING
+        while True:
+            try:
+                answer = await self.requests.request(call, timeout_s=REPLICA_KEY_ANSWER_S)
+            except BusUnavailable:
+                # Until `bombus init` is run again after an upgrade, this login may read the secret instead.
+                return await self._derived_replica_key()
+            if "Nats-Sequence" in (answer.headers or {}):
+                return answer.data.decode()
+            logger.log(level, "waiting for a coordinator or gateway of this release to write the key for replicas")
+            level = logging.DEBUG
+            await asyncio.sleep(REPLICA_KEY_AGAIN_S)
+
+    async def _derived_replica_key(self) -> str:
+        return replica_key(await self.secret(SIGNING_SECRET))
 
     # ---- for the other modules of this package ------------------------------------------------------------------
 

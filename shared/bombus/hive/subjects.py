@@ -5,6 +5,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 SIGNING_SECRET = "episode-keys"  # name of the secret that signs keys; the key for replicas is derived from it
+REPLICA_KEY = "replica-key"  # name of that key in the same bucket, for services that may not read the secret
 NAME_CHARACTERS_MAX = 32
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 

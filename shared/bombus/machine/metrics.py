@@ -20,8 +20,6 @@ from prometheus_client.registry import Collector
 from bombus.bus import Bus, ServerRefused
 from bombus.config.parts import MetricsOptions
 from bombus.errors import BusUnavailable, Refused
-from bombus.hive.generation import replica_key
-from bombus.hive.subjects import SIGNING_SECRET
 from bombus.machine.host_names import AsgiApp, AsgiMessage, AsgiReceive, AsgiSend
 from bombus.machine.process import listen
 
@@ -73,7 +71,7 @@ async def metrics_server(
     if not options.metrics_port:
         yield
         return
-    authorization = f"Bearer {replica_key(await bus.secret(SIGNING_SECRET))}".encode()
+    authorization = f"Bearer {await bus.replica_key()}".encode()
 
     async def app(scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
         given = dict(scope["headers"]).get(b"authorization", b"")
