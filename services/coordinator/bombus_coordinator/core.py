@@ -236,7 +236,7 @@ class Core:
             self._touch(engine, message)
             return
         answered = self.live.answers.get(message.id)
-        if answered is None and isinstance(message, engines.CONTROL):
+        if answered is None and isinstance(message, engines.ControlCommand):
             answered = engines.recorded(engine, message.id)
         if answered is not None:
             yield PendingDecision(Decision(replies=(CommandReply(message.id, answered),)), self.live.seq)
@@ -330,7 +330,7 @@ def _engines_of(pending: PendingDecision) -> list[str]:
 
 def _refused(engine: EngineState, live: Live, message: inbox.AnyMessage, error: Refused) -> Decision:
     reply = CommandReply(message.id, refusal(error))
-    if not isinstance(message, engines.CONTROL):
+    if not isinstance(message, engines.ControlCommand):
         return Decision(replies=(reply,))
     return Decision(events=(engines.answered(engine, live, message, error),), replies=(reply,))
 

@@ -12,6 +12,8 @@ from bombus.bus.follow import Follower
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive.events import kind_of
 from bombus.hive.inbox import AnyAnswer, Message
+from bombus.hive.shares import sender_name
+from bombus.machine.host_names import RawHeaders
 from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.bodies import BodyGate
 from bombus_gateway.call.workers import Workers
@@ -64,6 +66,14 @@ class Gateway:
         """Return the name of the request's key, or "" if the key has no name or the request has no key. In both cases
         the caller may use everything."""
         return self.key_of(request).name
+
+    def sender_of(self, headers: RawHeaders, address: str = "") -> str:
+        """Return how the log names the sender of an accepted request."""
+        return sender_name(self.clients.holder(headers).share, self.settings.keys.for_clients, address)
+
+    def operator_of(self, request: Request) -> str:
+        """Return how the log names who has sent a request that changes what an engine does."""
+        return self.sender_of(request.scope["headers"], request.client.host if request.client else "")
 
     async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:
         """Send a command. Wait until it has been carried out and its effect is visible to this gateway's own reads.

@@ -16,6 +16,7 @@ from bombus.hive.events import AnyEvent, encode_event
 from bombus.hive.state import Hive
 from bombus.hive.subjects import Subjects
 from bombus.insight.watch import LogWatch
+from bombus.machine.process import operator_name
 from bombus.replay.source import CALLS, BusSource, LogEnd, NotOnLog, Source
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.requests import error_of, is_away
@@ -63,7 +64,7 @@ class BusLink:
         return self._connected
 
     async def stop(self, engine: str) -> None:
-        await self._bus.inbox.request(inbox.Stop(id=uuid.uuid4().hex, engine=engine))
+        await self._bus.inbox.request(inbox.Stop(id=uuid.uuid4().hex, engine=engine, by=operator_name()))
 
     async def abort(self, engine: str, record: EpisodeRecord) -> None:
         command = inbox.Abort(
@@ -72,6 +73,7 @@ class BusLink:
             client=record.client,
             episodes=(record.episode,),
             detail=inbox.BY_OPERATOR,
+            by=operator_name(),
         )
         await self._bus.inbox.request(command)
 

@@ -281,8 +281,8 @@ class RunConfig(ConfigGroup):
             checkpoints_kept=self.trainer.checkpoints_kept,
         )
 
-    def to_command(self, command: str, engine: str) -> Configure:
-        """Return the command that gives an engine this job. `command` is the command's id."""
+    def to_command(self, command: str, engine: str, by: str = "") -> Configure:
+        """Return the command that gives an engine this job. `command` is the command's id, and `by` its sender."""
         return Configure(
             id=command,
             engine=engine,
@@ -290,6 +290,7 @@ class RunConfig(ConfigGroup):
             config_digest=self.digest,
             collection=self.to_collection(),
             model=self.model.path,
+            by=by,
         )
 
     def to_yaml_mapping(self) -> Tree:

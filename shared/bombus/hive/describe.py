@@ -41,7 +41,8 @@ def line_of(event: Event) -> str:
     kind = KINDS.get(type(event))
     if kind is None:
         raise TypeError(f"{type(event).__name__} has no description: add one to describe.py")
-    return one_line(kind.text(event))
+    by = getattr(event, "by", "")
+    return one_line(kind.text(event) + (f", by {by}" if by else ""))
 
 
 def tone_of(event: Event) -> EventGroup:

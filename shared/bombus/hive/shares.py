@@ -13,6 +13,8 @@ ADMIN = "/admin"  # cannot be the name of a key
 IMPORTED = "/imported"  # also not the name of a key: it holds an imported log's calls, whose messages name no holder
 SHARED = 0.75  # fraction of a stream that is shared freely; the rest admits new holders and lets open work finish
 
+UNNAMED, NOBODY = "/client", "/nobody"  # a sender whose key has no name, and one without a key
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -20,6 +22,12 @@ V = TypeVar("V")
 def share_name(owner: str, admin: bool) -> str:
     """Return the holder to which a key named `owner` belongs. `admin` says whether it is the hive's admin key."""
     return ADMIN if admin else owner
+
+
+def sender_name(share: str, has_key: bool, address: str = "") -> str:
+    """Return how the log names the sender of a command: by the name of its key, never the key, and its address."""
+    name = share or (UNNAMED if has_key else NOBODY)
+    return f"{name}@{address}" if address else name
 
 
 def has_share(held: Mapping[str, int], holder: str, limit: int, more: int = 1) -> bool:

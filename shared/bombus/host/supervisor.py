@@ -30,7 +30,7 @@ from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus.host.layout import Layout, Service, services
-from bombus.machine.process import kill, listen
+from bombus.machine.process import kill, listen, operator_name
 from bombus.machine.watchdog import Watchdog, watchdog
 from bombus.private import private_folder, write_private
 from bombus.terminal import say
@@ -343,6 +343,6 @@ def _is_ready(host: str, port: int) -> bool:
 
 async def start_job(bus: Bus, engine: str, job: RunConfig) -> None:
     """Configure and start an engine that is offline."""
-    await bus.inbox.request(job.to_command(uuid.uuid4().hex, engine))
-    await bus.inbox.request(inbox.Start(id=uuid.uuid4().hex, engine=engine))
+    await bus.inbox.request(job.to_command(uuid.uuid4().hex, engine, operator_name()))
+    await bus.inbox.request(inbox.Start(id=uuid.uuid4().hex, engine=engine, by=operator_name()))
     log.info("started the job of engine %s: %s", engine, job.model.path, extra={"engine": engine})

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import getpass
 import logging
 import os
 import signal
@@ -164,6 +165,15 @@ def listen(host: str, port: int, reuse_port: bool = False, option: str = "--port
         bound.close()
         raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another {option}") from error
     return bound
+
+
+def operator_name() -> str:
+    """Return how the log names the user of this process who sends a command over the bus."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # in a container, a user may have no name
+        user = str(os.getuid())
+    return f"/operator {user}@{socket.gethostname()}"
 
 
 def free_port() -> int:

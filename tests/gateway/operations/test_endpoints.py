@@ -559,7 +559,7 @@ async def test_a_trainer_that_does_not_fall_asleep_in_time_is_to_go_on(
     operations = OperationLog(hive.gateway, ENGINE)
     registered = RegisteredModel(operations, Sessions(hive.gateway, operations, Bases(())))
     routes = EndpointRoutes(hive.gateway, operations, registered, rest_s=0.2)
-    answer = await routes.sleep(Request({"type": "http"}))
+    answer = await routes.sleep(Request({"type": "http", "headers": []}))
     assert json.loads(bytes(answer.body)) == {
         "success": False,
         "result": "The trainer has not freed its memory within 0.2 s, so it stays awake. Is it running?",

@@ -9,7 +9,6 @@ from bombus.hive.inbox import (
     Configure,
     Done,
     EngineBroke,
-    Message,
     ModelReadFact,
     Refusal,
     Resume,
@@ -27,7 +26,7 @@ REASON_CHARS_MAX = 2000
 EPISODE_BYTES = 256  # bytes per episode in `batch.ready`, with its share of its task's name, or in `step.completed`
 
 
-CONTROL = (Configure, Start, Stop, Resume)  # commands whose outcome is always on the log
+ControlCommand = Configure | Start | Stop | Resume  # the outcome of these is always on the log
 
 
 def recorded(engine: EngineState, command: str) -> Done | Refusal | None:
@@ -39,13 +38,16 @@ def recorded(engine: EngineState, command: str) -> Done | Refusal | None:
     return None if run is None else Done(run=run)
 
 
-def answered(engine: EngineState, live: Live, message: Message, error: Refused | None = None) -> ev.CommandAnswered:
+def answered(
+    engine: EngineState, live: Live, message: ControlCommand, error: Refused | None = None
+) -> ev.CommandAnswered:
     """Return the event that records a control command that changes nothing."""
     return ev.CommandAnswered(
         **live.at(engine),
         command=message.id,
         code=None if error is None else error.code,
         why="" if error is None else error.why,
+        by=message.by,
     )
 
 
@@ -65,6 +67,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
         collection=message.collection,
         model=message.model,
         command=message.id,
+        by=message.by,
     )
     yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run)),))
 
@@ -120,6 +123,7 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
         command=message.id,
         begins=begins,
         anew=anew,
+        by=message.by,
     )
     yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=run)),))
 
@@ -148,7 +152,7 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
     if engine.phase == Phase.OFFLINE:
         yield Decision(events=(answered(engine, live, message),), replies=reply)
         return
-    stopped = ev.EngineStopped(**live.at(engine), command=message.id)
+    stopped = ev.EngineStopped(**live.at(engine), command=message.id, by=message.by)
     yield Decision(events=close_all(engine, live, stopped), replies=reply)
 
 
@@ -161,7 +165,7 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
     if not engine.suspended and not engine.clients.given_up(limit):
         yield Decision(events=(answered(engine, live, message),), replies=reply)
         return
-    resumed = ev.EngineResumed(**live.at(engine), command=message.id)
+    resumed = ev.EngineResumed(**live.at(engine), command=message.id, by=message.by)
     yield Decision(events=(resumed,), replies=reply)
 
 

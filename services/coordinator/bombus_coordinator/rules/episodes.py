@@ -243,11 +243,12 @@ def aborted(  # noqa: PLR0913 - the parts of an event
     reason: AbortReason,
     detail: str = "",
     failure: FailureKind | None = None,
+    by: str = "",
 ) -> tuple[ev.EpisodeAborted, ...]:
     """Return the events that abort episodes. A very large number of episodes is split into several events, so that each
     event fits into a message."""
     return tuple(
-        ev.EpisodeAborted(**live.at(engine), episodes=some, reason=reason, detail=detail, failure=failure)
+        ev.EpisodeAborted(**live.at(engine), episodes=some, reason=reason, detail=detail, failure=failure, by=by)
         for some in portions(episodes, NAMES_PER_EVENT)
     )
 
@@ -262,7 +263,7 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
     failure = message.failure
     reason = AbortReason.INFRA if (failure.is_infra if failure else message.infra) else AbortReason.CLIENT
     ids = tuple(episode.id for episode in still_open)
-    events = aborted(engine, live, ids, reason, message.detail[:1000], failure) if ids else ()
+    events = aborted(engine, live, ids, reason, message.detail[:1000], failure, message.by) if ids else ()
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 

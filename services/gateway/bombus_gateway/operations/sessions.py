@@ -182,7 +182,8 @@ class Sessions:
             may_configure = self._bases.leads_to(wanted) or self.may_configure(headers)
             if not may_configure or not is_replaceable(engine.configured):
                 raise Refused(Code.UNKNOWN_MODEL, _other_base(engine, wanted, may_configure))
-            await self._gateway.carry_out(plain_job(wanted).to_command(uuid.uuid4().hex, engine.name))
+            by = self._gateway.sender_of(headers)
+            await self._gateway.carry_out(plain_job(wanted).to_command(uuid.uuid4().hex, engine.name, by))
             return wanted
         return names[0] if wanted in names else wanted
 

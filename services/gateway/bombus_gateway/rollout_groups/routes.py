@@ -195,6 +195,7 @@ class GroupRoutes:
                 wandb_group=given.wandb_group,
                 wandb_project=given.wandb_project,
                 owner=self._gateway.key_of(request).share,
+                by=self._gateway.operator_of(request),
             )
         )
         return _answered(request, answers.write_registered(uuid))
@@ -274,7 +275,11 @@ class GroupRoutes:
     async def reset_data(self, request: Request) -> Response:
         """End the run, and delete its groups and environments."""
         await self._gateway.carry_out(
-            inbox.ResetGroups(id=f"reset-{secrets.token_hex(16)}", engine=self._groups.engine)
+            inbox.ResetGroups(
+                id=f"reset-{secrets.token_hex(16)}",
+                engine=self._groups.engine,
+                by=self._gateway.operator_of(request),
+            )
         )
         return _answered(request, answers.RESET, "text/plain")
 

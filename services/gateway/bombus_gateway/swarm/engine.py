@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import time
+from typing import TypeVar
 
 from fastapi import Request, Response
 
@@ -17,6 +18,8 @@ from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.context import EngineContext
 
 log = logging.getLogger(__name__)
+
+C = TypeVar("C", inbox.Start, inbox.Stop, inbox.Resume)
 
 START_HOLD_S = 0.6  # contract clients cache the status for 0.5 s; after a faster reply they would still see OFFLINE
 START_VISIBLE_S = 10.0
@@ -41,7 +44,7 @@ class EngineRoutes:
         raw, body = await self._context.read(request, bodies.SyncTrainConfig)
         config = await asyncio.to_thread(parse_job, body.yaml_as_string)
         command = self._context.command_id(request, "configure", "", raw)
-        await self._context.execute(request, config.to_command(command, self._context.engine))
+        await self._context.execute(request, config.to_command(command, self._context.engine, self._by(request)))
         if config.ignored:
             log.info("keys of the job that are ignored here: %s", ", ".join(config.ignored))
         return JsonResponse({"success": True, "config_digest": config.digest, "ignored": config.ignored})
@@ -60,7 +63,7 @@ class EngineRoutes:
         longer OFFLINE."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        command = inbox.Start(id=self._context.command_id(request, "start", "", b""), engine=self._context.engine)
+        command = self._command(inbox.Start, request, "start")
         try:
             answer = await self._context.execute(request, command)
             run = answer.run if isinstance(answer, inbox.Done) else 0
@@ -79,12 +82,12 @@ class EngineRoutes:
 
     async def stop_engine(self, request: Request) -> Response:
         """Stop the engine. Its open episodes are aborted; everything on the log is kept."""
-        command = inbox.Stop(id=self._context.command_id(request, "stop", "", b""), engine=self._context.engine)
+        command = self._command(inbox.Stop, request, "stop")
         return await self._done(request, command)
 
     async def resume_engine(self, request: Request) -> Response:
         """Resume a suspended run. Any other run is unaffected."""
-        command = inbox.Resume(id=self._context.command_id(request, "resume", "", b""), engine=self._context.engine)
+        command = self._command(inbox.Resume, request, "resume")
         return await self._done(request, command)
 
     async def agree_sync_weight(self, request: Request) -> Response:
@@ -126,6 +129,13 @@ class EngineRoutes:
         fields = {"engine": self._context.engine, "client_tag": body.tag[:100], "client_says": message}
         log.info("a client says", extra=fields)
         return JsonResponse({"success": True})
+
+    def _by(self, request: Request) -> str:
+        return self._context.gateway.operator_of(request)
+
+    def _command(self, kind: type[C], request: Request, name: str) -> C:
+        command = self._context.command_id(request, name, "", b"")
+        return kind(id=command, engine=self._context.engine, by=self._by(request))
 
     async def _done(self, request: Request, command: inbox.Stop | inbox.Resume | inbox.AgreeSync) -> Response:
         try:

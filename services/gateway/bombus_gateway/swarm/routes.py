@@ -177,6 +177,7 @@ class EpisodeRoutes:
                 client=episode.client,
                 episodes=(episode.id,),
                 detail=inbox.BY_OPERATOR,
+                by=self._context.gateway.operator_of(request),
             )
             await self._context.execute(request, command)
         return JsonResponse({"success": True})

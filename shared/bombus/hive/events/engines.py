@@ -29,11 +29,14 @@ class LeadingPaused(Event, frozen=True, kw_only=True, omit_defaults=True, tag="l
 
 
 class EngineConfigured(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.configured"):
+    """An engine has a job. `by` is who sent the command (see `bombus.hive.shares.sender_name`), here and in others."""
+
     config: str  # the whole job as canonical JSON
     config_digest: str
     collection: Collection
     model: str
     command: str = ""
+    by: str = ""
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,6 +67,7 @@ class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
     anew: str = ""
     run_kind: RunKind = RunKind.EPISODES  # read from older logs but no longer written; the default means nothing
     base: str = ""
+    by: str = ""
 
 
 class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):
@@ -80,6 +84,7 @@ class EngineBooted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="en
 class EngineStopped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.stopped"):
     run: int
     command: str = ""
+    by: str = ""
 
 
 class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.failed"):
@@ -106,6 +111,7 @@ class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
 
     run: int
     command: str = ""
+    by: str = ""
 
 
 class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
@@ -120,6 +126,7 @@ class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
     run: int
     code: Code | None = None  # None if the command was not refused
     why: str = ""
+    by: str = ""
 
 
 class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

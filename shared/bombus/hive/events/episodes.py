@@ -109,13 +109,17 @@ class EpisodeEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="ep
 
 
 class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.aborted"):
-    """Episodes ended without a reward. `failure` is the kind of failure that the client reported; see `failed_by`."""
+    """Episodes ended without a reward. `failure` is the kind of failure that the client reported; see `failed_by`.
+
+    `by` is the operator who aborted them, if one did.
+    """
 
     run: int
     episodes: tuple[str, ...]
     reason: AbortReason
     detail: str = ""
     failure: FailureKind | None = None
+    by: str = ""
 
     @property
     def failed_by(self) -> FailureKind | None:

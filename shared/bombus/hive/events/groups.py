@@ -120,6 +120,8 @@ class BodiesMoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="bod
 class GroupsReset(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.reset"):
     """All groups and environments were removed."""
 
+    by: str = ""
+
 
 class HolderFloor(msgspec.Struct, frozen=True, array_like=True):
     """The sequence number in `trajectories` before which none of a holder's bodies on an engine are needed."""

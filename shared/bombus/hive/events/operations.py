@@ -256,6 +256,7 @@ class RestAsked(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rest.
 
     run: int
     asleep: bool = False
+    by: str = ""
 
 
 class RestReached(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rest.reached"):

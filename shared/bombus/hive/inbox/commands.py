@@ -15,22 +15,27 @@ BASE_SAMPLER = "base"  # used in place of a saved model: the run's base model, w
 
 
 class Configure(Message, frozen=True, kw_only=True, omit_defaults=True, tag="configure"):
+    """Give an engine a job. `by` is who sent the command (see `bombus.hive.shares.sender_name`), here and in others."""
+
     config: str
     config_digest: str
     collection: Collection
     model: str
+    by: str = ""
 
 
 class Start(Message, frozen=True, kw_only=True, omit_defaults=True, tag="start"):
-    pass
+    by: str = ""
 
 
 class Stop(Message, frozen=True, kw_only=True, omit_defaults=True, tag="stop"):
-    pass
+    by: str = ""
 
 
 class Resume(Message, frozen=True, kw_only=True, omit_defaults=True, tag="resume"):
     """Resume a suspended run."""
+
+    by: str = ""
 
 
 class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim"):
@@ -118,7 +123,7 @@ class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort")
     """Abort episodes. If an episode is part of a multi-model episode, its partners are aborted too.
 
     `failure` is the kind of failure, or None if nothing failed. Older clients report only `infra`, which means that no
-    model is to blame.
+    model is to blame. `by` is the operator who aborts the episodes, if it is not their client.
     """
 
     client: str
@@ -126,6 +131,7 @@ class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort")
     infra: bool = False
     detail: str = ""
     failure: FailureKind | None = None
+    by: str = ""
 
 
 class Take(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take"):
@@ -236,6 +242,7 @@ class AskRest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ask_r
     """Ask the trainer of an operations run to free its memory or, if `asleep` is false, to load its models again."""
 
     asleep: bool = False
+    by: str = ""
 
 
 class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="retain_weights"):
@@ -260,6 +267,7 @@ class RegisterTrainer(Message, frozen=True, kw_only=True, omit_defaults=True, ta
     wandb_group: str = ""
     wandb_project: str = ""
     owner: str = ""
+    by: str = ""
 
 
 class JoinEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="join_environment"):
@@ -322,6 +330,8 @@ class GiveUpGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 class ResetGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="reset_groups"):
     """End a rollout-group run, and forget its groups and environments."""
+
+    by: str = ""
 
 
 class PublishWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="publish_weights"):

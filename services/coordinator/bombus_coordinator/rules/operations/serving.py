@@ -54,7 +54,7 @@ def ask_rest(engine: EngineState, live: Live, message: AskRest) -> Decisions:
         raise wrong_phase(what, engine.phase, "Its trainer is loading the base: try again once a model is created.")
     if message.asleep and engine.suspended:
         raise wrong_phase(what, engine.phase, f"The run is suspended and uses no memory: {engine.suspended}")
-    asked = ev.RestAsked(**live.at(engine), asleep=message.asleep)
+    asked = ev.RestAsked(**live.at(engine), asleep=message.asleep, by=message.by)
     events = () if engine.rest_wanted == message.asleep else (asked,)
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
 

@@ -38,7 +38,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     if live.refusing:
         raise no_room(live)
     run = engine.run + 1
-    stopped = ev.EngineStopped(**live.at(engine))
+    stopped = ev.EngineStopped(**live.at(engine), by=message.by)
     events: tuple[Event, ...] = close_all(engine, live, stopped) if engine.queues_groups else ()
     registered = ev.TrainerRegistered(
         at_ns=live.now_ns,
@@ -58,10 +58,10 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     reply = CommandReply(message.id, Done(run=run))
     rules = Collection() if engine.configured is None else engine.configured.collection
     if rules.rollout_groups or rules.episode_groups:
-        started = _started(engine, live, registered)
+        started = _started(engine, live, registered, message.by)
         yield Decision(events=(*events, started, registered), replies=(reply,))
         return
-    started = ev.EngineStarted(at_ns=live.now_ns, engine=engine.name, run=run, config_digest="")
+    started = ev.EngineStarted(at_ns=live.now_ns, engine=engine.name, run=run, config_digest="", by=message.by)
     booted = ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=run)
     rolling = ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=run, version=-1)
     yield Decision(events=(*events, started, booted, rolling, registered), replies=(reply,))
@@ -75,7 +75,7 @@ def check_queue(engine: EngineState, action: str) -> None:
         raise wrong_phase(action, engine.phase, hint)
 
 
-def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) -> ev.EngineStarted:
+def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered, by: str) -> ev.EngineStarted:
     """Return the event that starts a run with a job. Raises `Refused` for settings that our own trainer does not
     support."""
     assert engine.configured is not None
@@ -91,6 +91,7 @@ def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) 
         config_digest=engine.configured.config_digest,
         begins=begins,
         anew=anew,
+        by=by,
     )
 
 
@@ -180,8 +181,8 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
 
 def reset(engine: EngineState, live: Live, message: ResetGroups) -> Decisions:
     """End a rollout-group run, and forget its groups and environments."""
-    events: tuple[Event, ...] = (ev.GroupsReset(at_ns=live.now_ns, engine=engine.name),)
+    events: tuple[Event, ...] = (ev.GroupsReset(at_ns=live.now_ns, engine=engine.name, by=message.by),)
     if engine.queues_groups:
-        stopped = ev.EngineStopped(**live.at(engine))
+        stopped = ev.EngineStopped(**live.at(engine), by=message.by)
         events = (*close_all(engine, live, stopped), *events)
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))

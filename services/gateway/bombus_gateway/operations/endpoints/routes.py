@@ -138,14 +138,15 @@ class EndpointRoutes:
     # ---- the trainer's sleep --------------------------------------------------------------------------------------
 
     async def sleep(self, request: Request) -> Response:
-        return await _answered(self._rest(asleep=True))
+        return await _answered(self._rest(self._gateway.operator_of(request), asleep=True))
 
     async def wake_up(self, request: Request) -> Response:
-        return await _answered(self._rest(asleep=False))
+        return await _answered(self._rest(self._gateway.operator_of(request), asleep=False))
 
-    async def _rest(self, asleep: bool) -> dict[str, object]:
+    async def _rest(self, by: str, asleep: bool) -> dict[str, object]:
         """Put the trainer to sleep or wake it up, and answer once the trainer has done so."""
-        await self._gateway.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=self._operations.engine, asleep=asleep))
+        engine_name = self._operations.engine
+        await self._gateway.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=engine_name, asleep=asleep, by=by))
         run = self._operations.state.run
         is_over = _over(lambda: self._operations.state, run, asleep)
         try:
@@ -154,9 +155,7 @@ class EndpointRoutes:
             if not asleep:
                 why = f"The trainer has not rebuilt its models within {self._rest_s:g} s; ask again."
                 return {"success": False, "result": why}
-            await self._gateway.carry_out(
-                inbox.AskRest(id=uuid.uuid4().hex, engine=self._operations.engine, asleep=False)
-            )
+            await self._gateway.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=engine_name, asleep=False))
             why = f"The trainer has not freed its memory within {self._rest_s:g} s, so it stays awake. Is it running?"
             return {"success": False, "result": why}
         engine = self._operations.state
