@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ from bombus.bus import Bus
 from bombus.config.cluster import Cluster
 from bombus.errors import Code, Refused
 from bombus.host.layout import Layout, services
-from bombus.machine.hive_keys import HiveKeys, NamedKey, add_key_arguments, keys_for
+from bombus.machine.hive_keys import HiveKeys, KeyFiles, KeyRing, NamedKey, add_key_arguments, keys_for
 from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.app import GatewayApp
 from bombus_gateway.keys import Keys
@@ -229,7 +230,7 @@ async def test_one_right_key_is_enough_beside_a_wrong_one(keyed: PlayedHive) -> 
     ],
 )
 def test_a_route_needs_only_keys_that_are_set(keys: HiveKeys, access: Access, opening: set[str]) -> None:
-    guard = Guard(access, keys, "")
+    guard = Guard(access, KeyRing(keys), "")
     passing = {
         key
         for key in ("", CLIENT, ADMIN)
@@ -340,14 +341,14 @@ def test_an_image_or_a_link_of_another_site_cannot_use_what_needs_no_key(
     given = {"host": "127.0.0.1:1", "sec-fetch-site": site, "referer": referer}
     headers = [(name.encode(), value.encode()) for name, value in given.items() if value]
     for changing, passes in ((False, reads), (True, changes)):
-        guard = Guard(Access.CLIENT, HiveKeys(), "https://hive.example", changing_get=changing)
+        guard = Guard(Access.CLIENT, KeyRing(HiveKeys()), "https://hive.example", changing_get=changing)
         assert (guard.refusal(headers) is None) == passes, changing
 
 
 @pytest.mark.parametrize(("changing", "passes"), [(False, True), (True, False)])
 def test_a_person_may_follow_a_link_of_another_site_to_what_changes_nothing(changing: bool, passes: bool) -> None:
     headers = [(b"host", b"127.0.0.1:1"), (b"sec-fetch-site", b"cross-site"), (b"sec-fetch-mode", b"navigate")]
-    guard = Guard(Access.CLIENT, HiveKeys(), "https://hive.example", changing_get=changing)
+    guard = Guard(Access.CLIENT, KeyRing(HiveKeys()), "https://hive.example", changing_get=changing)
     assert (guard.refusal(headers) is None) == passes
 
 
@@ -369,14 +370,14 @@ def test_a_person_may_follow_a_link_of_another_site_to_what_changes_nothing(chan
 def test_a_route_without_a_key_is_closed_to_pages_from_elsewhere(origin: str, host: str, passes: bool) -> None:
     headers = [(b"host", host.encode())] + ([(b"origin", origin.encode())] if origin else [])
     for access in Access:
-        refusal = Guard(access, HiveKeys(), "https://hive.example/").refusal(headers)
+        refusal = Guard(access, KeyRing(HiveKeys()), "https://hive.example/").refusal(headers)
         assert (refusal is None) == passes
         assert refusal is None or "--public-url" in refusal.why
 
 
 def test_a_page_from_anywhere_may_use_a_key() -> None:
     headers = [(b"host", b"hive:1"), (b"origin", b"http://evil.example"), (b"x-api-key", ADMIN.encode())]
-    assert Guard(Access.CONTROL, BOTH, "").refusal(headers) is None
+    assert Guard(Access.CONTROL, KeyRing(BOTH), "").refusal(headers) is None
 
 
 # ---- where keys come from, and where they are needed ------------------------------------------------------------
@@ -432,11 +433,10 @@ def test_client_keys_have_names_and_caps(tmp_path: Path) -> None:
     text = f'{{"alice": {{"key": "{CLIENT}", "open_max": 64, "waiting_max": 16}}, "bob": {{"key": "{WRONG}"}}}}'
     keys = keys_for(arguments("--client-keys-file", key_file(tmp_path, text)), {})
     assert keys.clients == {"alice": NamedKey(key=CLIENT, open_max=64, waiting_max=16), "bob": NamedKey(key=WRONG)}
-    assert keys_for(arguments(), keys.environment()) == keys
-    assert (
-        keys_for(arguments(host="0.0.0.0"), {**keys.environment(), "BOMBUS_ADMIN_KEY": ADMIN}).clients == keys.clients
-    )
-    guard = Guard(Access.CLIENT, keys, "")
+    variables = replace(keys, files=KeyFiles()).environment()
+    assert keys_for(arguments(), variables) == keys
+    assert keys_for(arguments(host="0.0.0.0"), {**variables, "BOMBUS_ADMIN_KEY": ADMIN}).clients == keys.clients
+    guard = Guard(Access.CLIENT, KeyRing(keys), "")
     assert guard.refusal([]) is not None
     assert guard.holder([(b"x-api-key", CLIENT.encode())]) == KeyHolder("alice", 64, 16)
     assert CLIENT not in repr(keys) + repr(guard)
@@ -502,7 +502,13 @@ def test_neither_reprs_nor_errors_of_the_settings_show_a_key() -> None:
     settings = GatewaySettings(keys=BOTH)
     with pytest.raises(ValidationError) as invalid:
         GatewaySettings(keys=BOTH, engines=("main", "main"))
-    for text in (repr(BOTH), repr(settings), str(settings), str(invalid.value), repr(Guard(Access.CONTROL, BOTH, ""))):
+    for text in (
+        repr(BOTH),
+        repr(settings),
+        str(settings),
+        str(invalid.value),
+        repr(Guard(Access.CONTROL, KeyRing(BOTH), "")),
+    ):
         assert ADMIN not in text
         assert CLIENT not in text
 

@@ -8,7 +8,7 @@ import pytest
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus.hive.state import Hive
-from bombus.machine.hive_keys import HiveKeys, NamedKey
+from bombus.machine.hive_keys import HiveKeys, KeyRing, NamedKey
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.capacity import CallCapacity
 from bombus_gateway.call.replica_client import ReplicaGone
@@ -20,7 +20,7 @@ KEYS = {"admin": "an-admin-key-for-tests", "client": "a-client-key-for-tests", "
 def test_the_admin_is_known_by_its_key_also_where_clients_need_none() -> None:
     for client in ("", KEYS["client"]):
         named = {"alice": NamedKey(key=KEYS["alice"])} if client else {}
-        guard = Guard(Access.CLIENT, HiveKeys(admin=KEYS["admin"], client=client, clients=named), "")
+        guard = Guard(Access.CLIENT, KeyRing(HiveKeys(admin=KEYS["admin"], client=client, clients=named)), "")
         shares = [guard.holder([(b"x-api-key", key.encode())]).share for key in KEYS.values()]
         assert shares == ["/admin", "", "alice" if client else ""]
 

@@ -28,7 +28,7 @@ from bombus.insight.web.access import guarded
 from bombus.insight.web.app import create_app, with_headers
 from bombus.insight.web.run import binned
 from bombus.insight.web.step import GROUPS_SHOWN
-from bombus.machine.hive_keys import HiveKeys, NamedKey
+from bombus.machine.hive_keys import HiveKeys, KeyRing, NamedKey
 from bombus.machine.http_server import http_server
 from bombus.machine.process import listen
 from bombus.replay.archive import FileSource
@@ -46,7 +46,7 @@ async def served(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, LogWatch]]:
     watch = LogWatch(open_log, idle_s)
     bound = listen("127.0.0.1", 0)
-    app = with_headers(guarded(create_app(watch), keys or HiveKeys(), bound))
+    app = with_headers(guarded(create_app(watch), KeyRing(keys or HiveKeys()), bound))
     async with http_server(app, bound, drain_s=0, cut_off=watch.stop_viewing):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=60) as client:
             yield client, watch

@@ -16,7 +16,7 @@ from starlette.types import Scope
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import KEY_PREFIX
 from bombus.hive.shares import share_name
-from bombus.machine.hive_keys import HiveKeys, matching, presented
+from bombus.machine.hive_keys import HiveKeys, KeyRing, matching, presented
 from bombus.machine.host_names import RawHeaders, foreign_page
 from bombus_gateway.keys import KeyClaims, Keys
 
@@ -69,18 +69,26 @@ class Guard(SecurityBase):
     sites. `changing_get` marks a GET route that changes something: such a route refuses links from other sites too.
     """
 
-    def __init__(self, access: Access, keys: HiveKeys, public_url: str, changing_get: bool = False) -> None:
-        if access == Access.CONTROL and keys.admin:
-            self._name, holders = "admin", {keys.admin: OPERATOR}
-        else:
-            self._name, holders = "client", _client_holders(keys)
-        self._opening = {key.encode(): holder for key, holder in holders.items() if key}
-        self._known = {keys.admin.encode(): OPERATOR, **self._opening} if keys.admin else self._opening
+    def __init__(self, access: Access, ring: KeyRing, public_url: str, changing_get: bool = False) -> None:
+        self._access = access
+        self._ring = ring
+        self._read()
         self._public_url = public_url.rstrip("/")
         self._changing_get = changing_get
         # For the OpenAPI document that FastAPI generates.
         self.scheme_name = f"{'admin' if access == Access.CONTROL else 'client'}_key"
         self.model = HTTPBearer(description="needed if the hive has one")
+
+    def _read(self) -> None:
+        """Take over the keys that are valid now."""
+        self._keys = keys = self._ring.keys
+        admins = dict.fromkeys(keys.admins, OPERATOR)
+        if self._access == Access.CONTROL and keys.admin:
+            self._name, holders = "admin", admins
+        else:
+            self._name, holders = "client", _client_holders(keys)
+        self._opening = {key.encode(): holder for key, holder in holders.items()}
+        self._known = {**{key.encode(): holder for key, holder in admins.items()}, **self._opening}
 
     async def __call__(self, request: Request) -> None:
         refusal = self.refusal(request.scope["headers"])
@@ -89,6 +97,8 @@ class Guard(SecurityBase):
 
     def refusal(self, headers: RawHeaders) -> Refused | None:
         """Return why a request with these headers may not pass, or None if it may."""
+        if self._keys is not self._ring.keys:
+            self._read()
         if not self._opening:
             return self._foreign_page(headers)
         sent = presented(headers)
@@ -104,6 +114,8 @@ class Guard(SecurityBase):
     def holder(self, headers: RawHeaders) -> KeyHolder:
         """Return the holder of the key in an accepted request, or `NOBODY` if the key is unnamed or the request has
         none."""
+        if self._keys is not self._ring.keys:
+            self._read()
         return matching(presented(headers), self._known) or NOBODY
 
     def _foreign_page(self, headers: RawHeaders) -> Refused | None:
@@ -154,8 +166,8 @@ def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
     """Return the holders of the keys that open client routes, by key, or an empty dict if these routes need no key."""
     if not keys.for_clients:
         return {}
-    named = {
-        each.key: KeyHolder(name, each.open_max, each.waiting_max, each.idle_max_s)
-        for name, each in keys.clients.items()
-    }
-    return {**named, keys.client: NOBODY, keys.admin: OPERATOR}
+    found = dict.fromkeys(keys.unnamed, NOBODY) | dict.fromkeys(keys.admins, OPERATOR)
+    for name, each in keys.clients.items():
+        holder = KeyHolder(name, each.open_max, each.waiting_max, each.idle_max_s)
+        found |= dict.fromkeys((each.key, each.before) if each.before else (each.key,), holder)
+    return found

@@ -13,6 +13,7 @@ from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive.events import kind_of
 from bombus.hive.inbox import AnyAnswer, Message
 from bombus.hive.shares import sender_name
+from bombus.machine.hive_keys import KeyRing
 from bombus.machine.host_names import RawHeaders
 from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.bodies import BodyGate
@@ -40,6 +41,7 @@ class Gateway:
     heartbeats: Heartbeats = field(init=False)
     workers: Workers = field(init=False)
     bodies: BodyGate = field(init=False)
+    key_ring: KeyRing = field(init=False)
     clients: Guard = field(init=False)
     control: Guard = field(init=False)
     traces: dict[str, str] = field(default_factory=dict)
@@ -48,8 +50,9 @@ class Gateway:
     def __post_init__(self) -> None:
         self.heartbeats = Heartbeats(self.bus, lambda: self.ready)
         self.workers = Workers()
-        keys, public_url = self.settings.keys, self.settings.public_url
-        self.clients, self.control = (Guard(access, keys, public_url) for access in (Access.CLIENT, Access.CONTROL))
+        self.key_ring = KeyRing(self.settings.keys)
+        ring, public_url = self.key_ring, self.settings.public_url
+        self.clients, self.control = (Guard(access, ring, public_url) for access in (Access.CLIENT, Access.CONTROL))
         self.bodies = BodyGate(self.workers, self.settings.body_mb_max << 20)
 
     async def check_ready(self, _: object = None) -> None:

@@ -85,6 +85,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
             parts = [
                 tasks.create_task(gateway.follower.run()),
                 tasks.create_task(gateway.heartbeats.run()),
+                tasks.create_task(gateway.key_ring.follow()),
                 tasks.create_task(app.calls.capacity.run()),
                 tasks.create_task(app.calls.upstream.run()),
                 tasks.create_task(FormatReports(gateway, app.calls.models).run()),

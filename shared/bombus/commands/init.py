@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,11 +20,11 @@ from bombus.config.flags import name_of
 from bombus.config.streams import PAYLOAD_BYTES
 from bombus.errors import Code, Refused
 from bombus.hive.subjects import check_name
-from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
+from bombus.host.credentials import KEY_FILES
+from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE, GENERATIONS
 from bombus.private import private_folder, write_private
 from bombus.terminal import say
 
-GENERATIONS = 2  # how many passwords of a user are valid: the newest, and the one that it replaces
 SERVER_CONFIG = "nats-server.conf"
 
 
@@ -38,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hives, or nats://127.0.0.1:4222)",
     )
     parser.add_argument(
-        "--rotate", action="store_true", help="make new passwords; those that they replace stay valid until the next"
+        "--rotate",
+        action="store_true",
+        help="make new passwords and keys; those that they replace stay valid until the next",
     )
 
 
@@ -63,47 +66,75 @@ class _Kept(msgspec.Struct, omit_defaults=True):
     passwords: dict[BusUser, dict[int, str]]
     admin_key: str
     client_key: str
+    admin_before: str = ""
+    client_before: str = ""
+
+    @property
+    def keys(self) -> dict[str, list[str]]:
+        """The keys of the hive by their variable: the newest, and the one that it replaces."""
+        found = {
+            ADMIN_VARIABLE: (self.admin_key, self.admin_before),
+            CLIENT_VARIABLE: (self.client_key, self.client_before),
+        }
+        return {name: [key for key in keys if key] for name, keys in found.items()}
 
 
 def make_credentials(folder: Path, hive: str, nats: str = "", *, rotate: bool = False) -> list[Path]:
     """Make or renew the credentials of a hive, and return the files. `nats` has no login; "" keeps the address.
 
-    What exists is kept, so a second call changes nothing, unless `rotate` asks for a new password for every user. The
-    passwords before these stay valid, and those before them do not. Raises `Refused`.
+    What exists is kept, so a second call changes nothing, unless `rotate` asks for a new password for every user, and
+    for new keys. What these replace stays valid, and what was before that does not. Raises `Refused`.
     """
     check_name(hive, "hive")
     own = private_folder(folder / hive)
-    kept = _read(own / "passwords.json") or _Kept(nats or _address_in(folder), {}, _secret(), _secret())
+    known = _read(own / "passwords.json")
+    kept = known or _Kept(nats or _address_in(folder), {}, _secret(), _secret())
     kept.nats = nats or kept.nats
     if has_login(kept.nats):
         raise Refused(Code.BAD_CONFIG, "--nats must have no login: bombus init makes one for each service")
     if re.search(r"\s", kept.nats):
         raise Refused(Code.BAD_CONFIG, "--nats must have no spaces")
     check_bus_address(kept.nats)
+    if known is not None and rotate:
+        kept.admin_key, kept.admin_before = _secret(), kept.admin_key
+        kept.client_key, kept.client_before = _secret(), kept.client_key
     for user in BusUser:
-        known = kept.passwords.setdefault(user, {})
-        if rotate or not known:
-            known[max(known, default=0) + 1] = _secret()
-        for generation in sorted(known)[:-GENERATIONS]:
-            del known[generation]
+        of_user = kept.passwords.setdefault(user, {})
+        if rotate or not of_user:
+            of_user[max(of_user, default=0) + 1] = _secret()
+        for generation in sorted(of_user)[:-GENERATIONS]:
+            del of_user[generation]
     write_private(own / "passwords.json", msgspec.json.encode(kept).decode())
     # NATS reads JSON as a part of its configuration. The braces around it would make it a block.
     write_private(own / "accounts.conf", json.dumps(accounts(hive, kept.passwords), indent=1)[1:-1].strip() + "\n")
-    written = [own / "accounts.conf"]
-    for user in BusUser:
-        generation = max(kept.passwords[user])
-        login = f"{user_name(hive, user, generation)}:{kept.passwords[user][generation]}"
-        variables = {VARIABLE: _with_login(kept.nats, login)}
-        if user in (BusUser.GATEWAY, BusUser.OPERATOR):
-            variables |= {ADMIN_VARIABLE: kept.admin_key, CLIENT_VARIABLE: kept.client_key}
-        written.append(own / f"{user}.env")
-        write_private(written[-1], "".join(f"{name}={value}\n" for name, value in variables.items()))
+    written = [own / "accounts.conf", *_write_users(own, hive, kept), *_write_keys(own, kept)]
     config = folder / SERVER_CONFIG
     if not config.exists():
         write_private(config, _server_config(folder.absolute() / "jetstream"))
     hives = sorted(path.parent.name for path in folder.glob("*/accounts.conf"))
     write_private(folder / "accounts.conf", "".join(f'include "{name}/accounts.conf"\n' for name in hives))
     return [config, *written]
+
+
+def _write_users(own: Path, hive: str, kept: _Kept) -> Iterator[Path]:
+    """Write a file of variables for each user, and yield their paths."""
+    for user in BusUser:
+        generation = max(kept.passwords[user])
+        login = f"{user_name(hive, user, generation)}:{kept.passwords[user][generation]}"
+        variables = {VARIABLE: _with_login(kept.nats, login)}
+        if user is BusUser.GATEWAY:
+            variables |= {name: ",".join(keys) for name, keys in kept.keys.items()}
+        elif user is BusUser.OPERATOR:
+            variables |= {name: keys[0] for name, keys in kept.keys.items()}
+        write_private(own / f"{user}.env", "".join(f"{name}={value}\n" for name, value in variables.items()))
+        yield own / f"{user}.env"
+
+
+def _write_keys(own: Path, kept: _Kept) -> Iterator[Path]:
+    """Write the keys of the hive to files that gateways read again when they change, and yield their paths."""
+    for variable, _, name in KEY_FILES:
+        write_private(own / name, "".join(f"{key}\n" for key in kept.keys[variable]))
+        yield own / name
 
 
 def _read(path: Path) -> _Kept | None:

@@ -13,7 +13,7 @@ from bombus.cli import add_log_argument
 from bombus.commands.deployment import add_deployment_arguments, deployment, tell_ignored
 from bombus.config.cluster import Cluster
 from bombus.config.flags import check_range
-from bombus.host.credentials import read_environment
+from bombus.host.credentials import KEY_FILES, read_environment
 from bombus.host.doctor import missing_packages
 from bombus.host.layout import Layout, check_can_start, services
 from bombus.host.supervisor import Supervisor
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_range("--nats-port", arguments.nats_port, 0, 65_535)
     cluster, jobs = deployment(arguments)
     logs.configure("up", arguments.log_level, hive=cluster.hive)
-    keys_of = partial(keys_for, arguments, environment=_key_variables(cluster))
+    keys_of = partial(keys_for, arguments, environment=key_variables(cluster, arguments))
     web = cluster.web.enabled and not missing_packages("insight")
     if web:
         arguments.host = cluster.web.host
@@ -87,9 +87,16 @@ def run(arguments: argparse.Namespace) -> int:
     return run_service(Supervisor(layout).run())
 
 
-def _key_variables(cluster: Cluster) -> Mapping[str, str]:
-    """Return our own variables, and the keys that `bombus init` made."""
+def key_variables(cluster: Cluster, arguments: argparse.Namespace) -> Mapping[str, str]:
+    """Return our own variables, and the keys that `bombus init` made. If these are in files of their own, which are
+    read again when they change, name the files in the arguments instead."""
     if not cluster.credentials:
         return os.environ
-    own = read_environment(Path(cluster.credentials), cluster.hive, BusUser.GATEWAY)
+    folder = Path(cluster.credentials)
+    own = dict(read_environment(folder, cluster.hive, BusUser.GATEWAY))
+    for variable, argument, name in KEY_FILES:
+        path = folder / cluster.hive / name
+        if variable not in os.environ and getattr(arguments, argument) is None and path.exists():
+            own.pop(variable, None)
+            setattr(arguments, argument, path)
     return {**own, **os.environ}

@@ -10,7 +10,7 @@ from bombus.config.flags import check_range
 from bombus.insight.watch import LogWatch
 from bombus.insight.web.access import guarded
 from bombus.insight.web.app import create_app, with_headers
-from bombus.machine.hive_keys import HiveKeys, add_key_arguments, keys_for
+from bombus.machine.hive_keys import HiveKeys, KeyRing, add_key_arguments, keys_for
 from bombus.machine.http_server import http_server
 from bombus.machine.process import listen, run_service
 from bombus.replay.opening import add_source_arguments, open_source
@@ -57,11 +57,14 @@ async def _check(arguments: argparse.Namespace) -> None:
 async def _serve(arguments: argparse.Namespace, keys: HiveKeys) -> None:
     bound = listen(arguments.host, arguments.port, arguments.reuse_port)
     watch = LogWatch(partial(open_source, arguments))
-    app = with_headers(guarded(create_app(watch), keys, bound, arguments.host_name))
+    ring = KeyRing(keys)
+    app = with_headers(guarded(create_app(watch), ring, bound, arguments.host_name))
+    following = asyncio.create_task(ring.follow())
     async with http_server(app, bound, drain_s=0, cut_off=watch.stop_viewing) as serving:
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         say(f"{SEEN_AT} http://{host}:{bound.getsockname()[1]}/", flush=True)
         try:
             await serving
         finally:
+            following.cancel()
             await watch.close()

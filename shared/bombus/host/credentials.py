@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bombus.bus_address import VARIABLE, BusUser
 from bombus.errors import Code, Refused
+from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
 
 # The user as which each kind of process logs in. Page and trackers only look.
 USERS = {
@@ -15,6 +16,9 @@ USERS = {
     "track": BusUser.OBSERVER,
     "web": BusUser.OBSERVER,
 }
+
+# The keys that are in files of their own as well: the variable, the argument for such a file, and its name.
+KEY_FILES = ((ADMIN_VARIABLE, "admin_key_file", "admin.key"), (CLIENT_VARIABLE, "client_key_file", "client.key"))
 
 
 def bus_login(folder: Path, hive: str, kind: str) -> Mapping[str, str]:

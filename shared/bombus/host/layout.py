@@ -183,6 +183,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
     listening = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
     listening += typed_flags(cluster.gateway, "host_names", "inference_hosts", "bases", "models_max", "record_samples")
     listening += ["--trusted-network"] if layout.trusted_network else []
+    listening += layout.keys.files.arguments()
     keys = layout.keys.environment()  # the other processes run models and need no keys
     found += [
         service("gateway", f"gateway{which}", *listening, more=keys) for which in _numbered(cluster.gateway.count)
@@ -194,6 +195,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
     if layout.web:
         shown = ["--host", cluster.web.host, "--port", str(cluster.web.port), "--reuse-port"]
         shown += ["--trusted-network"] if layout.trusted_network else []
+        shown += layout.keys.files.arguments()
         found.append(service("web", "web", *shown, more=keys))
     return found
 

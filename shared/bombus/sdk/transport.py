@@ -34,7 +34,8 @@ def address(server_url: str, api_key: str | None, environment: Mapping[str, str]
     if "/" in in_path:
         raise ValueError(f"server_url {url + mark + '...'!r} must end with its key; pass the engine separately")
     if api_key is None:
-        api_key = in_path or environment.get(ADMIN_VARIABLE) or environment.get(CLIENT_VARIABLE, "")
+        of_hive = environment.get(ADMIN_VARIABLE) or environment.get(CLIENT_VARIABLE, "")
+        api_key = in_path or of_hive.partition(",")[0]  # after a comma is the key that it replaces
     key = api_key.strip()
     if not all("!" <= character <= "~" for character in key):
         raise ValueError("the hive's key contains characters that no header can carry: use printable ASCII")

@@ -58,7 +58,7 @@ def group_routes(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[list[P
     """
     routes = GroupRoutes(gateway, GroupLog(gateway, engine))
     direct: dict[str, ASGIApp] = {}
-    keys, public_url = gateway.settings.keys, gateway.settings.public_url
+    ring, public_url = gateway.key_ring, gateway.settings.public_url
     found: list[PlainRoute] = []
     table: tuple[tuple[str, str, Handler], ...] = (
         ("POST", "/register", routes.register),
@@ -77,7 +77,7 @@ def group_routes(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[list[P
     )
     for method, path, handler in table:
         access = Access.CONTROL if path in ("/register", RESET_DATA) else Access.CLIENT
-        guard = Guard(access, keys, public_url, changing_get=path in (BATCH, RESET_DATA))
+        guard = Guard(access, ring, public_url, changing_get=path in (BATCH, RESET_DATA))
         write = write_batch_refusal if path == BATCH else write_refusal
         answer = _refusing(gateway, handler, write)
         found += checked([PlainRoute(method, path, answer)], guard)

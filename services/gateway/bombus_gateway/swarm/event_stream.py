@@ -62,7 +62,7 @@ class EventStream:
         or "" if the log has every event. It is left out if the stream resumes where the viewer was. `position` says,
         while nothing happens, how far this gateway has read the log, and whether it is connected to the bus.
         """
-        keys = self._gateway.settings.keys
+        keys = self._gateway.key_ring.keys
         if keys.clients and not keys.admin:
             why = "The events of this hive name what all of its clients do, which its client keys keep apart"
             raise Refused(Code.BAD_KEY, f"{why}: give the hive an admin key, and send it.")

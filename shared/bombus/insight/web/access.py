@@ -2,7 +2,7 @@
 
 import hmac
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -11,7 +11,7 @@ from starlette.responses import RedirectResponse, Response
 
 from bombus.errors import STATUS, Code
 from bombus.insight.web.pages import render
-from bombus.machine.hive_keys import HiveKeys, matching, presented
+from bombus.machine.hive_keys import HiveKeys, KeyRing, matching, presented
 from bombus.machine.host_names import AsgiApp, AsgiReceive, AsgiSend, OwnHostsOnly, foreign_page
 
 PATH_KEY = "/k/"
@@ -20,23 +20,34 @@ FORM_BYTES_MAX = 4096
 COOKIE_S = 30 * 86_400
 
 
-def guarded(app: AsgiApp, keys: HiveKeys, bound: socket.socket, names: Iterable[str] = ()) -> AsgiApp:
+def guarded(app: AsgiApp, ring: KeyRing, bound: socket.socket, names: Iterable[str] = ()) -> AsgiApp:
     """Let only those use an application, served on a bound socket, who have the admin key or, if there is none, a
     client key. Without keys, only requests for this server's own names pass, and none of other sites' pages."""
-    opening = [keys.admin] if keys.admin else [keys.client, *(each.key for each in keys.clients.values())]
-    opening = [key for key in opening if key]
-    guard = _Guard(app, opening, int(bound.getsockname()[1]))
-    return guard if opening else OwnHostsOnly(guard, bound, names)
+    guard = _Guard(app, ring, int(bound.getsockname()[1]))
+    return guard if opening(ring.keys) else OwnHostsOnly(guard, bound, names)
+
+
+def opening(keys: HiveKeys) -> list[str]:
+    """Return the keys that open the page."""
+    named = [key for each in keys.clients.values() for key in (each.key, each.before) if key]
+    return [*keys.admins] if keys.admin else [*keys.unnamed, *named]
 
 
 class _Guard:
     """A browser sends the key once, in a form or as `/k/KEY`, and gets a cookie that is derived from it. Programs send
     the key as `Authorization: Bearer` or `x-api-key`."""
 
-    def __init__(self, app: AsgiApp, opening: Sequence[str], port: int) -> None:
+    def __init__(self, app: AsgiApp, ring: KeyRing, port: int) -> None:
         self._app = app
+        self._ring = ring
         self._cookie = f"bombus-web-{port}"  # browsers do not keep the cookies of ports apart
-        self._tokens = {key.encode(): hmac.digest(key.encode(), b"bombus web", "sha256").hex() for key in opening}
+        self._read()
+
+    def _read(self) -> None:
+        """Take over the keys that are valid now. The cookies of those that are not become void."""
+        self._keys = self._ring.keys
+        keys = [key.encode() for key in opening(self._keys)]
+        self._tokens = {key: hmac.digest(key, b"bombus web", "sha256").hex() for key in keys}
         self._known = {token.encode(): token for token in self._tokens.values()}
 
     async def __call__(self, scope: Any, receive: AsgiReceive, send: AsgiSend) -> None:
@@ -44,6 +55,8 @@ class _Guard:
 
     async def _answer(self, request: Request) -> Response | None:
         """Return the answer to a request that does not reach the application."""
+        if self._keys is not self._ring.keys:
+            self._read()
         headers, path = request.scope["headers"], request.url.path
         if not self._tokens:
             foreign = foreign_page(headers)
