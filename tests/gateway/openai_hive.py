@@ -318,9 +318,9 @@ class GatewayHive:
         await self.alive(name, replica, constrains=constrains)
         return replica
 
-    async def claim(self, kind: EpisodeType = EpisodeType.TRAIN) -> tuple[str, str]:
+    async def claim(self, kind: EpisodeType = EpisodeType.TRAIN, owner: str = "") -> tuple[str, str]:
         """Claim an episode; return it and its key."""
-        claim = inbox.Claim(id=new_id(), engine=ENGINE, claim=new_id(), client="c1", type=kind, wait_s=5.0)
+        claim = inbox.Claim(id=new_id(), engine=ENGINE, claim=new_id(), client="c1", type=kind, wait_s=5.0, owner=owner)
         granted = await self.bus.inbox.request(claim)
         assert isinstance(granted, inbox.Granted)
         episode = granted.episodes[0]

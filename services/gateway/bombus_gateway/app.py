@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
+from bombus.errors import BusUnavailable, Code, EngineFault, Refused
 from bombus.machine.metrics import PATH
 from bombus_gateway.access import PATH_KEY, EpisodeGuard, without_path_key
 from bombus_gateway.anthropic.routes import AnthropicAPI
@@ -24,7 +24,7 @@ from bombus_gateway.open_requests import OpenRequests, places_of, share_by_key
 from bombus_gateway.openai.routes import OpenAIAPI
 from bombus_gateway.operations.routes import training_routes
 from bombus_gateway.plain_routes import PlainRoute, add_plain, below, checked
-from bombus_gateway.refusals import ERROR_HEADERS
+from bombus_gateway.refusals import headers_of
 from bombus_gateway.responses.routes import ResponsesAPI
 from bombus_gateway.rollout_groups.routes import group_routes
 from bombus_gateway.swarm.health import health_router
@@ -62,7 +62,7 @@ class GatewayApp(FastAPI):
         try:
             request = self.requests.enter(scope["headers"])
         except Refused as refusal:
-            await self.refused(refusal.code, refusal.why)(scope, receive, send)
+            await self.refusal(refusal)(scope, receive, send)
             return
         try:
             counting = partial(self.requests.received, request, receive)
@@ -72,8 +72,13 @@ class GatewayApp(FastAPI):
 
     def refused(self, code: Code, why: str) -> JSONResponse:
         """Return the answer to a request that is refused, and count it."""
-        self.calls.metrics.refusals.labels(code).inc()
-        return _detail(code, why)
+        return self.refusal(Refused(code, why))
+
+    def refusal(self, error: Refused) -> JSONResponse:
+        """Return the answer to a request that is refused, and count it."""
+        self.calls.metrics.refusals.labels(error.code).inc()
+        body = {"detail": in_short(error.why), "code": str(error.code)}
+        return JSONResponse(body, status_code=error.status, headers=headers_of(error))
 
     async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer through FastAPI's own routes."""
@@ -154,7 +159,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
 def _add_error_handlers(app: GatewayApp) -> None:
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return app.refused(error.code, error.why)
+        return app.refusal(error)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -180,10 +185,3 @@ def _add_error_handlers(app: GatewayApp) -> None:
         The server logs the traceback.
         """
         return app.refused(Code.INTERNAL, f"The gateway failed ({type(error).__name__}); see its log.")
-
-
-def _detail(code: Code, why: str) -> JSONResponse:
-    status = STATUS[code]
-    return JSONResponse(
-        {"detail": in_short(why), "code": str(code)}, status_code=status, headers=ERROR_HEADERS.get(status)
-    )

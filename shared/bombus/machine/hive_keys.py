@@ -44,7 +44,8 @@ class NamedKey(BaseModel):
     """A client key with its limits; 0 means no limit. `before` is the key that it replaces, or "".
 
     The limits are on the total open episodes and waiting claims of the key's clients, and on the seconds that one of
-    their episodes may be idle. The log, fair shares and refusals use the name under which the key is listed.
+    their episodes may be idle; at each gateway, also on their model calls a second and at a time, and on the tokens
+    and the bytes of these in a minute. The log, fair shares and refusals use the name under which the key is listed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -54,6 +55,17 @@ class NamedKey(BaseModel):
     open_max: int = Field(default=0, ge=0, le=1_000_000)
     waiting_max: int = Field(default=0, ge=0, le=1_000_000)
     idle_max_s: float = Field(default=0.0, ge=0, le=1e9, allow_inf_nan=False)
+    calls_per_s_max: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False)
+    calls_open_max: int = Field(default=0, ge=0, le=1_000_000)
+    tokens_per_minute_max: int = Field(default=0, ge=0, le=10**12)
+    bytes_per_minute_max: int = Field(default=0, ge=0, le=10**15)
+
+    @property
+    def limits_calls(self) -> bool:
+        """Whether the key has a limit on its model calls."""
+        return bool(
+            self.calls_per_s_max or self.calls_open_max or self.tokens_per_minute_max or self.bytes_per_minute_max
+        )
 
 
 _NAMED_KEYS = TypeAdapter(dict[str, NamedKey])

@@ -34,6 +34,7 @@ from bombus_gateway.call.admission import Admission
 from bombus_gateway.call.attempts import RequestAttempt, RequestAttempts
 from bombus_gateway.call.capacity import CallCapacity, record_bytes
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
+from bombus_gateway.call.key_limits import KeyLimits
 from bombus_gateway.call.models import EngineModels
 from bombus_gateway.call.planning import CallPlan, plan_call, plan_prompt
 from bombus_gateway.call.replica_client import Generation, ReplicaClient, ReplicaGone
@@ -109,7 +110,8 @@ class Calls:
         self.bodies: BodyGate = gateway.bodies
         self.histories = Histories(gateway.bus, gateway.settings, self.workers, self.admission.is_over)
         self.earlier = EarlierCalls(self.histories)
-        self.capacity = CallCapacity(gateway.bus, gateway.settings, lambda: gateway.follower.hive)
+        keys = KeyLimits(gateway.key_ring)
+        self.capacity = CallCapacity(gateway.bus, gateway.settings, lambda: gateway.follower.hive, keys)
         self.client = ReplicaClient(gateway.keys.for_replicas)
         self.upstream = Upstream(gateway.follower, self.client, gateway.bus.inbox)
         self.attempts = RequestAttempts()
@@ -427,6 +429,9 @@ class Call:
             self._conversation.end_continuing(node)
         calls.heartbeats.closed(self.engine.name, self.request.claims.episode)
         calls.capacity.release(self._reserved, self._holder)
+        calls.capacity.keys.charge(
+            self._holder, lambda: self.usage.prompt + self.usage.completion, self.request.body_bytes
+        )
 
     async def _begin(self) -> Generation:
         """Start the generation on a replica."""

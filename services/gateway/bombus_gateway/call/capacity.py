@@ -10,6 +10,8 @@ from bombus.bus import Bus
 from bombus.errors import BombusError, Code, Refused
 from bombus.hive.shares import has_share
 from bombus.hive.state import Hive
+from bombus.machine.hive_keys import KeyRing
+from bombus_gateway.call.key_limits import KeyLimits
 from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -29,10 +31,13 @@ def record_bytes(body_bytes: int, new_tokens: int, sampled_tokens: int) -> int:
 class CallCapacity:
     """Tracks how full the `calls` stream was when last checked, and how many bytes open calls may still add to it."""
 
-    def __init__(self, bus: Bus, settings: GatewaySettings, hive: Callable[[], Hive]) -> None:
+    def __init__(
+        self, bus: Bus, settings: GatewaySettings, hive: Callable[[], Hive], keys: KeyLimits | None = None
+    ) -> None:
         self._bus = bus
         self._settings = settings
         self._hive = hive
+        self.keys = keys or KeyLimits(KeyRing(settings.keys))
         self._used = 0
         self._size = 0  # 0 if unknown or unlimited
         self.reserved = 0
@@ -55,31 +60,31 @@ class CallCapacity:
 
     @contextmanager
     def open_sample(self, holder: str) -> Iterator[None]:
-        """Count an open request for samples while the block runs. Raises `Refused` OVERLOADED if too many requests are
-        open.
+        """Count an open request for samples while the block runs. Raises `Refused`: OVERLOADED if too many requests are
+        open, and QUOTA if the key has reached a limit.
 
         A key has separate shares for samples and for its episodes' calls, so that many samples do not block its calls.
         """
-        holder = f"{SAMPLES}{holder}"
-        self._open_one(holder)
+        share = f"{SAMPLES}{holder}"
+        self._open_one(share, holder)
         try:
             yield
         finally:
-            self._close_one(holder)
+            self._close_one(share, holder)
 
     def reserve(self, size: int, holder: str = "") -> None:
-        """Reserve room for one call of `size` bytes until it is released. Raises `Refused` OVERLOADED if there is no
-        room.
+        """Reserve room for one call of `size` bytes until it is released. Raises `Refused`: OVERLOADED if there is no
+        room, and QUOTA if the key has reached a limit.
 
         `holder` is the name of the share that the call's episode counts against.
         """
         self._check_room(size, holder)
-        self._open_one(holder)
+        self._open_one(holder, holder)
         self._count(size, holder)
 
     def release(self, size: int, holder: str = "") -> None:
         """Release the room that was reserved for a call that has ended."""
-        self._close_one(holder)
+        self._close_one(holder, holder)
         self._count(-size, holder)
         self._used += size  # until the stream is next checked
 
@@ -119,16 +124,18 @@ class CallCapacity:
         self.reserved += size
         self._reserved[holder] += size
 
-    def _open_one(self, holder: str) -> None:
+    def _open_one(self, share: str, holder: str) -> None:
         limit = self._settings.open_calls_max
-        if self.open_calls >= limit and not has_share(self._open, holder, limit):
+        if self.open_calls >= limit and not has_share(self._open, share, limit):
             raise Refused(
                 Code.OVERLOADED,
                 f"This gateway has {self.open_calls} calls open, and its limit is {limit}; try again in a moment.",
             )
+        self.keys.enter(holder)
         self.open_calls += 1
-        self._open[holder] += 1
+        self._open[share] += 1
 
-    def _close_one(self, holder: str) -> None:
+    def _close_one(self, share: str, holder: str) -> None:
         self.open_calls -= 1
-        self._open[holder] -= 1
+        self._open[share] -= 1
+        self.keys.leave(holder)

@@ -16,7 +16,7 @@ from bombus_gateway import limits
 from bombus_gateway.access import HeaderMap
 from bombus_gateway.call.calls import HungUp
 from bombus_gateway.call.replica_client import ReplicaGone
-from bombus_gateway.refusals import ERROR_HEADERS
+from bombus_gateway.refusals import headers_of
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Responder:
         response, so no client mistakes the white space for an answer.
         """
         if not self._started:
-            headers = [(name.encode(), value.encode()) for name, value in ERROR_HEADERS.get(error.status, {}).items()]
+            headers = [(name.encode(), value.encode()) for name, value in headers_of(error).items()]
             await self.whole(self._errors.error(error), headers, error.status)
         elif not self._ended and not self._spaced:
             await self.stream(self._errors.error_event(error), more=False)

@@ -59,6 +59,11 @@ class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
     cached_prompt_tokens: int = 0
 
     @property
+    def tokens(self) -> int:
+        """How many tokens were sampled."""
+        return sum(len(sample.tokens) // 4 for sample in self.samples)
+
+    @property
     def numbers(self) -> int:
         """How many numbers an answer contains: tokens, logprobs and alternatives."""
         sampled = sum(len(sample.tokens) // 4 * (2 + 2 * len(next(iter(sample.top), ()))) for sample in self.samples)
@@ -114,9 +119,11 @@ class SampleDrawing:
         limit_s = self._calls.settings.call_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self._attempted(sampler, asked, holder)
+                drawn = await self._attempted(sampler, asked, holder)
         except TimeoutError:
             raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
+        self._calls.capacity.keys.charge(holder, lambda: len(asked.prompt) // 4 + drawn.tokens, len(asked.prompt))
+        return drawn
 
     async def _attempted(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
         """Draw samples. Retry if the log has no room, if there is no replica, or if the replica is busy, fails or lacks
