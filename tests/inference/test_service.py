@@ -3,7 +3,9 @@
 import argparse
 import asyncio
 import hashlib
+import inspect
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -23,14 +25,23 @@ from bombus.hive.generation import FrameReader, encode_request
 from bombus.hive.inbox import AnyMessage, LoadBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
 from bombus.weights.canary import SCORED, SEQUENCES
 from bombus_inference import cli, service
+from bombus_inference.server import App
 from bombus_inference.settings import ComputeSettings, InferenceSettings, ServerSettings
 from bombus_trainer.publish.directories import remove_others
+from tests.foreign_keys import foreign_keys
 from tests.inference.backends.small_engines import Answer, another, llama, request, worst_difference
 from tests.patience import PATIENCE_S
 from tests.replica_access import replica_headers
 
 M = TypeVar("M", bound=AnyMessage)
-ROUTES = (("POST", "/generate"), ("GET", "/adapters"), ("POST", "/adapters"), ("GET", "/metrics"))
+ROUTES = (
+    ("POST", "/generate"),
+    ("GET", "/adapters"),
+    ("POST", "/adapters"),
+    ("DELETE", "/adapters/"),
+    ("GET", "/metrics"),
+)
+OPEN = (("GET", "/health"),)  # no key is needed
 COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
 
@@ -176,13 +187,38 @@ async def test_a_replica_lets_in_the_gateways_of_its_hive_and_tells_others_at_mo
                 assert why in refused.json()["why"]
             page = await client.request(method, path, headers={**key, "origin": "http://evil.example"})
             assert (page.status_code, page.json()["why"]) == (401, "A web page may not use a replica.")
-            assert (await client.request(method, path, headers=key)).status_code not in (401, 404)
+            admitted = await client.request(method, path, headers=key)
+            assert admitted.status_code != 401
+            assert "POST /generate, GET /adapters" not in admitted.text, "there is such a route"
         for host, status in (("evil.example", 421), ("localhost", 503), (url.removeprefix("http://"), 503)):
             health = await client.get("/health", headers={"host": host})
             assert health.status_code == status, host  # 503: nothing is loaded
         assert health.json() == {"status": "no weights"}
         assert (await client.get("/health", headers={"origin": "http://evil.example"})).status_code == 401
         assert (await client.get("/docs", headers=key)).status_code == 404
+
+
+def test_every_route_of_a_replica_is_one_that_these_tests_try() -> None:
+    """A new route has to be added to one of the lists above."""
+    source = inspect.getsource(App.__call__)
+    form = r'case "([A-Z]+)", (?:"([^"]+)"|path if path\.startswith\(f"{ADAPTERS}/"\))'
+    cases = re.findall(form, source)
+    assert sorted((method, path or "/adapters/") for method, path in cases) == sorted(ROUTES + OPEN)
+    assert source.count("case ") == len(cases) + 1, "all but the last, for unknown paths"
+
+
+async def test_no_key_of_anybody_else_opens_a_route_of_a_replica(
+    coordinator: FakeCoordinator, nats_url: str, hive: str
+) -> None:
+    right = (await replica_headers(coordinator.bus))["authorization"].removeprefix("Bearer ")
+    async with replica(nats_url, hive), httpx.AsyncClient() as client:
+        client.base_url = (await coordinator.receive(ReplicaAlive)).url
+        for what, key in (await foreign_keys(coordinator.bus, right)).items():
+            for method, path in ROUTES:
+                for headers in ({"authorization": f"Bearer {key}".strip()}, {"authorization": key}, {"x-api-key": key}):
+                    refused = await client.request(method, path, headers=headers)
+                    assert refused.status_code == 401, (what, method, path)
+                assert (await client.request(method, f"/k/{key}{path}")).status_code == 401
 
 
 async def test_an_operator_is_shown_the_key_of_the_replicas(

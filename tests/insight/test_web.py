@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount, Route
 
 from bombus.bus import Bus, EmbeddedServer
 from bombus.commands import web
@@ -33,6 +35,7 @@ from bombus.machine.http_server import http_server
 from bombus.machine.process import listen
 from bombus.replay.archive import FileSource
 from bombus.replay.source import BusSource, Source
+from tests.foreign_keys import foreign_keys
 from tests.insight.long_log import story_events, write_archive, write_events
 from tests.logs.facts import TINY
 from tests.patience import until
@@ -315,6 +318,44 @@ async def test_a_hive_with_keys_shows_itself_to_the_holder_of_the_highest_one(
         client.cookies.clear()
         assert (await client.post("/key", data={"key": opens})).status_code == 303
         assert (await client.get("/")).status_code == 200
+
+
+PAGES = {"/", "/runs", "/runs/points.json", "/episode/{episode}", "/run/{name}", "/run/{name}/step/{step}"}
+PARTS = {"/events", "/static", "/static/vega.js"}
+
+
+def test_every_route_of_the_page_is_one_that_these_tests_try() -> None:
+    """A new route has to be added to one of the sets above."""
+    app = create_app(LogWatch(archive()))
+    assert isinstance(app, Starlette)
+    assert {route.path for route in app.routes if isinstance(route, Route | Mount)} == PAGES | PARTS
+    assert len(app.routes) == len(PAGES | PARTS)
+
+
+@pytest.mark.parametrize("right", [ADMIN, CLIENT])
+async def test_no_key_of_anybody_else_opens_a_route_of_the_page(bus: Bus, right: str) -> None:
+    """Nor does the client key, where there is an admin key, and nor does the cookie of another hive's page."""
+    keys = HiveKeys(admin=ADMIN, client=CLIENT) if right == ADMIN else HiveKeys(client=CLIENT)
+    async with (
+        served(archive(), keys) as (client, watch),
+        served(archive(), HiveKeys(admin="the-admin-key-of-a-neighbour")) as (neighbour, _),
+    ):
+        admitted = await neighbour.get("/k/the-admin-key-of-a-neighbour/")
+        cookie = admitted.headers["set-cookie"].partition(";")[0].partition("=")[2]
+        name = f"bombus-web-{client.base_url.port}"
+        others = {CLIENT} if right == ADMIN else set()
+        for path in PAGES | PARTS | {"/static/page.css", "/no-such-page"}:
+            for key in {*(await foreign_keys(bus, right)).values(), *others, cookie}:
+                for headers in (
+                    {"authorization": f"Bearer {key}".strip()},
+                    {"x-api-key": key},
+                    {"cookie": f"{name}={key}"},
+                    {"cookie": f"{name}={right}"},  # the key itself is not the cookie
+                ):
+                    refused = await client.get(path, headers=headers)
+                    assert refused.status_code == 401, (path, headers)
+                    assert refused.headers["content-security-policy"]
+        assert watch.source is None, "nothing was read for any of them"
 
 
 async def test_a_key_in_a_link_leads_to_no_other_site() -> None:

@@ -14,6 +14,7 @@ from bombus.config.parts import MetricsOptions
 from bombus.machine import metrics
 from bombus.machine.metrics import SECONDS, exposition, family, metrics_server
 from bombus.machine.process import free_port, listen
+from tests.foreign_keys import foreign_keys
 from tests.metrics_page import PAGE, page
 from tests.patience import PATIENCE_S, until
 from tests.replica_access import replica_headers
@@ -65,6 +66,26 @@ async def test_a_port_of_its_own_is_opened_only_if_wanted_and_needs_the_key_of_r
         assert elsewhere.status_code == 404
         with pytest.raises(httpx.ConnectError):
             await http.get("/metrics")
+
+
+async def test_no_key_of_anybody_else_reads_metrics(bus: Bus) -> None:
+    """Whatever the path is, except that probes need no key."""
+    right, port = (await replica_headers(bus))["authorization"].removeprefix("Bearer "), free_port()
+    async with (
+        metrics_server(bus, MetricsOptions(metrics_port=port), exposed),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+    ):
+        await until_open(port)
+        for what, key in (await foreign_keys(bus, right)).items():
+            for path in ("/metrics", "/metrics/", "/health/", "/", "/x", f"/k/{right}/metrics"):
+                for headers in (
+                    {"authorization": f"Bearer {key}".strip()},
+                    {"authorization": key},
+                    {"x-api-key": right},
+                ):
+                    refused = await http.request("GET", path, headers=headers)
+                    assert refused.status_code == 401, (what, path)
+                    assert "a_total" not in refused.text
 
 
 async def test_a_service_whose_port_is_taken_works_without_metrics_says_so_and_has_them_once_it_is_free(

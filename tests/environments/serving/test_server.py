@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from bombus.bus import Bus
 from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy, ResetFailed, ToolCall, ToolOutcome
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.sdk import running
 from tests.environments.serving.served import served
 from tests.environments.serving.small_served import Clinging, Counter, Slow, Stubborn, Unmakeable
+from tests.foreign_keys import foreign_keys
 from tests.patience import until
 
 TASK = {"task": {"main_query": "three", "task_id": "t1"}}
@@ -264,6 +267,32 @@ async def test_a_server_with_a_key_lets_in_only_those_that_have_it() -> None:
             await EnvSession.open(url)
         async with await EnvSession.open(url, SessionSettings(key="sesame")) as session:
             await session.reset(TASK)
+
+
+ROUTES = {"/health", "/mcp", "/metadata", "/openapi.json", "/schema", "/ws"}
+
+
+async def test_no_key_of_anybody_else_opens_a_route_of_a_server_with_a_key(bus: Bus) -> None:
+    """A new route has to be added to the set above, which a server tells to whoever asks for an unknown one."""
+    async with served(key="sesame-opens-this-one") as (server, url), httpx.AsyncClient(base_url=url) as http:
+        right = {"authorization": "Bearer sesame-opens-this-one"}
+        unknown = (await http.get("/no-such-page", headers=right)).json()["detail"]
+        assert set(re.findall(r"/[a-z.]+", unknown)) == ROUTES
+        foreign = await foreign_keys(bus, "sesame-opens-this-one")
+        keys = [*foreign.items(), ("another case", "Sesame-opens-this-one")]
+        for path in (*ROUTES, "/", "/no-such-page"):
+            for method in ("GET", "POST"):
+                for what, key in keys:
+                    for headers in ({"authorization": f"Bearer {key}".strip()}, {"x-api-key": "sesame-opens-this-one"}):
+                        refused = await http.request(method, path, headers=headers)
+                        assert (refused.status_code, refused.json()["code"]) == (401, "bad_key"), (what, method, path)
+            assert (await http.get(path, headers=right)).status_code != 401
+        assert server.counts()["leased"] == 0
+        for what, key in keys:
+            bearer = {"authorization": f"Bearer {key}"}
+            with pytest.raises(InvalidStatus) as status:
+                await connect(f"{url.replace('http', 'ws')}/ws", additional_headers=bearer, proxy=None)
+            assert status.value.response.status_code == 401, what
 
 
 async def test_a_server_that_stops_ends_its_sessions() -> None:
