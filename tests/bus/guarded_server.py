@@ -4,12 +4,13 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from bombus.bus.server import HOST, find_server
 from bombus.commands.init import SERVER_CONFIG, make_credentials
+from bombus.commands.init_tls import make_certificate
 from bombus.machine.process import free_port
 
 READY, RELOADED = "Server is ready", "Reloaded server configuration"
@@ -40,9 +41,13 @@ class GuardedServer:
 
 
 @contextmanager
-def guarded_server(folder: Path, *hives: str, started_in: Path | None = None) -> Iterator[GuardedServer]:
-    """Run a server for these hives for the length of the block."""
+def guarded_server(
+    folder: Path, *hives: str, started_in: Path | None = None, tls: Sequence[str] = ()
+) -> Iterator[GuardedServer]:
+    """Run a server for these hives for the length of the block, with a certificate for the names `tls` if any."""
     port = free_port()
+    if tls:
+        make_certificate(folder, tls)
     for hive in hives:
         make_credentials(folder, hive, f"nats://{HOST}:{port}")
     config = folder / SERVER_CONFIG

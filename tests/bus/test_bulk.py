@@ -227,16 +227,16 @@ async def test_anything_unusual_stops_it_after_the_good_messages(unusual: bytes)
 
 
 @pytest.mark.parametrize("greeting", [b'INFO {"tls_required":true}\r\n', b"INFO {\r\n", b"HTTP/1.1 400\r\n", b""])
-async def test_a_server_that_requires_more_than_a_password_is_not_read_in_bulk(greeting: bytes) -> None:
+async def test_a_server_that_greets_differently_is_not_read_in_bulk(greeting: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        with pytest.raises(BulkStopped):
+        with pytest.raises((BulkStopped, OSError)):
             await read_from(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    with pytest.raises(BulkStopped, match="tls"):
-        await read_from("tls://127.0.0.1:4222")
+    with pytest.raises(BulkStopped, match="websockets"):
+        await read_from("ws://127.0.0.1:4222")
 
 
 # ---- the reader that uses it -------------------------------------------------------------------------------------

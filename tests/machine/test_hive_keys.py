@@ -151,6 +151,6 @@ def test_init_rotates_the_keys_and_a_hive_reads_them_from_their_files(tmp_path: 
     add_key_arguments(parser)
     arguments = parser.parse_args([])
     arguments.host = "0.0.0.0"
-    found = keys_for(arguments, up.key_variables(cluster, arguments))
+    found = keys_for(arguments, up.own_variables(cluster, arguments))
     assert [list(found.admins), list(found.unnamed)] == files()
     assert found.files.admin == tmp_path / "main" / "admin.key"

@@ -16,6 +16,7 @@ from bombus.hive.events import CanaryCheck, ReplicaQuarantined, WeightsReady
 from bombus.hive.inbox import LoadBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
 from bombus.machine.advertising import url_for_others, url_of
+from bombus.machine.certificates import scheme
 from bombus.machine.host_names import OwnHostsOnly, host_of
 from bombus.machine.http_limits import HttpLimits
 from bombus.machine.http_server import http_server
@@ -317,7 +318,7 @@ async def advertised_url(bus: Bus, settings: InferenceSettings, bound: socket.so
             Code.BAD_CONFIG,
             f"{url} stands for every address of this machine, and the connection to the bus, which comes from {own}, "
             "does not show at which of them gateways reach this replica: pass --advertise-url "
-            f"http://HOST:{bound.getsockname()[1]}, or listen at one address with --host",
+            f"{scheme()}://HOST:{bound.getsockname()[1]}, or listen at one address with --host",
         )
     return reached
 

@@ -14,6 +14,7 @@ import msgspec
 
 from bombus.bus.requests import JETSTREAM_API
 from bombus.bus.wire import NO_HEADERS, LazyHeaders, Stored, parse_headers
+from bombus.machine.certificates import trusted
 
 CREDIT_MESSAGES = 10_000  # messages in each of two requests
 EXPIRES_S = 2.0
@@ -48,7 +49,7 @@ async def read_bulk(server: ParseResult, wanted: StreamRange) -> AsyncGenerator[
     """Yield every message of the range, in order, in groups that take some milliseconds to parse.
 
     Raises `BulkStopped` or `OSError` if it cannot read to the end: because of a gap, an error, two seconds without a
-    message, or a server that requires more than a password.
+    message, or a server that requires more than a password and TLS.
     """
     try:
         reader, writer = await _open(server)
@@ -78,8 +79,8 @@ async def _next_group(reader: asyncio.StreamReader, puller: "_Puller") -> list[S
 
 async def _open(server: ParseResult) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect and log in. As in nats-py, a user name without a password is a token."""
-    if server.scheme != "nats" or server.hostname is None:
-        raise BulkStopped(f"only plain connections can be read in bulk, but this is {server.scheme}")
+    if server.scheme not in ("nats", "tls") or server.hostname is None:
+        raise BulkStopped(f"only connections without websockets can be read in bulk, but this is {server.scheme}")
     options = {"verbose": False, "pedantic": False, "lang": "python", "version": "1", "protocol": 1, "headers": True}
     if server.password is not None:
         options |= {"user": server.username, "pass": server.password}
@@ -89,8 +90,10 @@ async def _open(server: ParseResult) -> tuple[asyncio.StreamReader, asyncio.Stre
         reader, writer = await asyncio.open_connection(server.hostname, server.port or _PORT, limit=CHUNK_BYTES)
         try:
             info = await reader.readline()
-            if not info.startswith(b"INFO ") or json.loads(info[5:]).get("tls_required"):
+            if not info.startswith(b"INFO "):
                 raise BulkStopped(f"the server expects a different greeting: {info[:20]!r}")
+            if server.scheme == "tls" or json.loads(info[5:]).get("tls_required"):
+                await writer.start_tls(trusted(), server_hostname=server.hostname)
             writer.write(f"CONNECT {json.dumps(options)}\r\nPING\r\n".encode())
             answer = await reader.readline()
             if answer != b"PONG\r\n":

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import secrets
+import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -53,6 +54,7 @@ from bombus.figures import byte_size
 from bombus.hive.generation import replica_key
 from bombus.hive.inbox import Answer, Refusal, encode_answer
 from bombus.hive.subjects import REPLICA_KEY, SIGNING_SECRET, Subjects
+from bombus.machine.certificates import trusted
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +124,7 @@ class Bus:
         token = secrets.token_hex(8)
         user = user_of(url, hive)
         prefix = answer_subjects(hive, user or _NOT_IN_A_TOKEN.sub("-", name))
-        client = Client()
+        client = _Client(is_tls=url.startswith("tls://"))
         errors = _ErrorLog()
         made: list[Bus] = []  # contains the bus created below, once the client is connected
 
@@ -550,6 +552,28 @@ async def _look_for_server(url: str) -> None:
             pass
         return
     raise BusUnavailable(f"no NATS server listens at {without_login(url)}")
+
+
+# nats-py makes its readers of TLS without saying that they are, of which asyncio warns at the end of each connection.
+logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has no effect" not in record.getMessage())
+
+
+class _Client(Client):  # type: ignore[misc]  # nats-py has no types
+    """nats-py's client, whose login is sent only over TLS if the address says so."""
+
+    def __init__(self, is_tls: bool) -> None:
+        super().__init__()
+        self._is_tls = is_tls
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        return trusted()
+
+    def _connect_command(self) -> bytes:
+        # A server, or whoever is between, that does not offer TLS would get the password otherwise.
+        if self._is_tls and self._transport._io_writer.get_extra_info("ssl_object") is None:
+            raise Error("the server does not speak TLS, which the address asks for (tls://)")
+        return bytes(super()._connect_command())
 
 
 async def _connect(client: Any, **options: Any) -> None:

@@ -16,6 +16,7 @@ from bombus.bus.accounts import accounts
 from bombus.bus.server import MAX_PENDING_BYTES
 from bombus.bus_address import VARIABLE, BusUser, check_bus_address, has_login, user_name
 from bombus.commands.deployment import bus_address, document
+from bombus.commands.init_tls import AUTHORITY, TLS_CONFIG, make_certificate, tls_variables
 from bombus.config.flags import name_of
 from bombus.config.streams import PAYLOAD_BYTES
 from bombus.errors import Code, Refused
@@ -23,7 +24,7 @@ from bombus.hive.subjects import check_name
 from bombus.host.credentials import KEY_FILES
 from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE, GENERATIONS
 from bombus.private import private_folder, write_private
-from bombus.terminal import say
+from bombus.terminal import complain, say
 
 SERVER_CONFIG = "nats-server.conf"
 
@@ -39,9 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hives, or nats://127.0.0.1:4222)",
     )
     parser.add_argument(
+        "--tls",
+        nargs="+",
+        metavar="NAME",
+        help="encrypt everything: make a certificate for these names and addresses, by which the machines of all hives "
+        "in the folder are reached (this machine's are added)",
+    )
+    parser.add_argument(
         "--rotate",
         action="store_true",
-        help="make new passwords and keys; those that they replace stay valid until the next",
+        help="make new passwords and keys, of which those before stay valid until the next time, and a new certificate",
     )
 
 
@@ -50,11 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     hive = arguments.hive or plain.get("hive") or "main"
     nats = arguments.nats or bus_address(plain.get("nats", ""))
     try:
+        if arguments.tls or (arguments.folder / AUTHORITY).exists():
+            make_certificate(arguments.folder, arguments.tls or (), renew=arguments.rotate)
         written = make_credentials(arguments.folder, hive, nats, rotate=arguments.rotate)
     except OSError as error:
         raise Refused(Code.BAD_CONFIG, f"{error.filename} cannot be written: {error.strerror}") from error
     say(*written)
     config = arguments.folder / SERVER_CONFIG
+    if TLS_CONFIG not in config.read_text():
+        complain(f'bombus init: add this line to {config} for TLS: include "{TLS_CONFIG}"')
     say(f"start the server with nats-server --config {config}; after a change: nats-server --signal reload")
     return 0
 
@@ -107,27 +119,31 @@ def make_credentials(folder: Path, hive: str, nats: str = "", *, rotate: bool = 
     write_private(own / "passwords.json", msgspec.json.encode(kept).decode())
     # NATS reads JSON as a part of its configuration. The braces around it would make it a block.
     write_private(own / "accounts.conf", json.dumps(accounts(hive, kept.passwords), indent=1)[1:-1].strip() + "\n")
-    written = [own / "accounts.conf", *_write_users(own, hive, kept), *_write_keys(own, kept)]
+    written = [own / "accounts.conf", *_write_users(folder, hive, kept), *_write_keys(own, kept)]
     config = folder / SERVER_CONFIG
     if not config.exists():
         write_private(config, _server_config(folder.absolute() / "jetstream"))
     hives = sorted(path.parent.name for path in folder.glob("*/accounts.conf"))
     write_private(folder / "accounts.conf", "".join(f'include "{name}/accounts.conf"\n' for name in hives))
+    if not (folder / TLS_CONFIG).exists():
+        write_private(folder / TLS_CONFIG, "")
     return [config, *written]
 
 
-def _write_users(own: Path, hive: str, kept: _Kept) -> Iterator[Path]:
+def _write_users(folder: Path, hive: str, kept: _Kept) -> Iterator[Path]:
     """Write a file of variables for each user, and yield their paths."""
+    is_tls = (folder / AUTHORITY).exists()
     for user in BusUser:
         generation = max(kept.passwords[user])
         login = f"{user_name(hive, user, generation)}:{kept.passwords[user][generation]}"
-        variables = {VARIABLE: _with_login(kept.nats, login)}
+        variables = {VARIABLE: _with_login(kept.nats, login, is_tls), **tls_variables(folder)}
         if user is BusUser.GATEWAY:
             variables |= {name: ",".join(keys) for name, keys in kept.keys.items()}
         elif user is BusUser.OPERATOR:
             variables |= {name: keys[0] for name, keys in kept.keys.items()}
-        write_private(own / f"{user}.env", "".join(f"{name}={value}\n" for name, value in variables.items()))
-        yield own / f"{user}.env"
+        path = folder / hive / f"{user}.env"
+        write_private(path, "".join(f"{name}={value}\n" for name, value in variables.items()))
+        yield path
 
 
 def _write_keys(own: Path, kept: _Kept) -> Iterator[Path]:
@@ -152,9 +168,11 @@ def _address_in(folder: Path) -> str:
     return next((other.nats for other in others if other is not None), "nats://127.0.0.1:4222")
 
 
-def _with_login(urls: str, login: str) -> str:
+def _with_login(urls: str, login: str, is_tls: bool) -> str:
+    usual = "tls://" if is_tls else "nats://"
     return ",".join(
-        re.sub(r"^(\w+://)?", lambda scheme: f"{scheme[1] or 'nats://'}{login}@", url) for url in urls.split(",")
+        re.sub(r"^(nats://|tls://)?", lambda scheme: f"{usual if is_tls else scheme[1] or usual}{login}@", url)
+        for url in urls.split(",")
     )
 
 
@@ -170,6 +188,7 @@ port: 4222
 max_payload: {PAYLOAD_BYTES}
 max_pending: {MAX_PENDING_BYTES}
 write_deadline: "10s"
+include "{TLS_CONFIG}"
 jetstream {{ store_dir: {json.dumps(str(store), ensure_ascii=False)}, sync_interval: "1s" }}
 accounts {{ include "accounts.conf" }}
 """

@@ -17,6 +17,8 @@ from bombus.host.credentials import KEY_FILES, read_environment
 from bombus.host.doctor import missing_packages
 from bombus.host.layout import Layout, check_can_start, services
 from bombus.host.supervisor import Supervisor
+from bombus.machine.certificates import TRUST_VARIABLE as TRUST
+from bombus.machine.certificates import VARIABLE as TLS
 from bombus.machine.hive_keys import add_key_arguments, keys_for
 from bombus.machine.process import run_service
 from bombus.terminal import complain, say
@@ -57,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_range("--nats-port", arguments.nats_port, 0, 65_535)
     cluster, jobs = deployment(arguments)
     logs.configure("up", arguments.log_level, hive=cluster.hive)
-    keys_of = partial(keys_for, arguments, environment=key_variables(cluster, arguments))
+    own = own_variables(cluster, arguments)
+    os.environ.update({name: own[name] for name in (TLS, TRUST) if name in own})  # for all processes of the hive
+    keys_of = partial(keys_for, arguments, environment=own)
     web = cluster.web.enabled and not missing_packages("insight")
     if web:
         arguments.host = cluster.web.host
@@ -87,9 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
     return run_service(Supervisor(layout).run())
 
 
-def key_variables(cluster: Cluster, arguments: argparse.Namespace) -> Mapping[str, str]:
-    """Return our own variables, and the keys that `bombus init` made. If these are in files of their own, which are
-    read again when they change, name the files in the arguments instead."""
+def own_variables(cluster: Cluster, arguments: argparse.Namespace) -> Mapping[str, str]:
+    """Return our own variables, and the keys and certificates that `bombus init` made. If keys are in files of their
+    own, which are read again when they change, name the files in the arguments instead."""
     if not cluster.credentials:
         return os.environ
     folder = Path(cluster.credentials)

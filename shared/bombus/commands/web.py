@@ -10,6 +10,7 @@ from bombus.config.flags import check_range
 from bombus.insight.watch import LogWatch
 from bombus.insight.web.access import guarded
 from bombus.insight.web.app import create_app, with_headers
+from bombus.machine.certificates import scheme
 from bombus.machine.hive_keys import HiveKeys, KeyRing, add_key_arguments, keys_for
 from bombus.machine.http_server import http_server
 from bombus.machine.process import listen, run_service
@@ -62,7 +63,7 @@ async def _serve(arguments: argparse.Namespace, keys: HiveKeys) -> None:
     following = asyncio.create_task(ring.follow())
     async with http_server(app, bound, drain_s=0, cut_off=watch.stop_viewing) as serving:
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-        say(f"{SEEN_AT} http://{host}:{bound.getsockname()[1]}/", flush=True)
+        say(f"{SEEN_AT} {scheme()}://{host}:{bound.getsockname()[1]}/", flush=True)
         try:
             await serving
         finally:

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus.host.layout import Layout, Service, services
+from bombus.machine.certificates import scheme
 from bombus.machine.process import kill, listen, operator_name
 from bombus.machine.watchdog import Watchdog, watchdog
 from bombus.private import private_folder, write_private
@@ -137,7 +139,7 @@ class Supervisor:
     @property
     def url(self) -> str:
         """The URL at which clients connect."""
-        return f"http://{self.cluster.gateway.host}:{self.cluster.gateway.port}"
+        return f"{scheme()}://{self.cluster.gateway.host}:{self.cluster.gateway.port}"
 
     async def run(self) -> None:
         """Start everything, announce when it is ready, and keep it running. Stop everything when cancelled."""
@@ -333,6 +335,10 @@ def hold_port(host: str, port: int) -> Iterator[int]:
 def _is_ready(host: str, port: int) -> bool:
     """Return whether a gateway answers that it is ready."""
     connection = http.client.HTTPConnection(host, port, timeout=2)
+    if scheme() == "https":  # the certificate need not be for the address at which it listens
+        unchecked = ssl.create_default_context()
+        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(host, port, timeout=2, context=unchecked)
     with contextlib.closing(connection):
         try:
             connection.request("GET", "/health")

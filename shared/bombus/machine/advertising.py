@@ -3,13 +3,14 @@
 import socket
 from urllib.parse import urlsplit
 
+from bombus.machine.certificates import scheme
 from bombus.machine.host_names import address_of
 
 
 def url_of(bound: socket.socket) -> str:
     """Return the URL of a server on a bound socket, using the address at which the server listens."""
     host, port = bound.getsockname()[:2]
-    return f"http://{_netloc(host, port)}"
+    return f"{scheme()}://{_netloc(host, port)}"
 
 
 def url_for_others(url: str, own: str) -> str:

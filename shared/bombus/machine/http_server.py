@@ -14,6 +14,7 @@ from typing import Any, cast
 import uvicorn
 
 from bombus.errors import Code
+from bombus.machine.certificates import keep_current, served
 from bombus.machine.http_limits import DEFAULTS, HttpLimits, LimitedProtocol, Patience
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ async def http_server(
 
     If `cut_off` is given, it is called after `drain_s` seconds, and requests that are still open have another
     `CUT_OFF_S` seconds to end. The limit on connections is lowered to what the process's limit on open files allows.
+    With `$BOMBUS_TLS` it serves HTTPS, and raises `Refused` if that file cannot be used.
     """
     patience = Patience(replace(limits, connections=connections_max(limits.connections)))
     config = uvicorn.Config(
@@ -123,9 +125,12 @@ async def http_server(
         backlog=BACKLOG,
         timeout_graceful_shutdown=max(1, round(drain_s)) if cut_off is None else round(drain_s) + CUT_OFF_S,
     )
+    context = served()
+    config.load()
+    config.ssl = context
     server = HttpServer(config)
     serving = asyncio.create_task(server.serve([bound]))
-    waiting = asyncio.create_task(patience.run())
+    beside = [asyncio.create_task(each) for each in (patience.run(), keep_current(context))]
     try:
         while not (server.started or serving.done()):
             await asyncio.sleep(0)
@@ -136,7 +141,8 @@ async def http_server(
             await asyncio.wait({serving}, timeout=drain_s)
             cut_off()
         await serving
-        waiting.cancel()
+        for task in beside:
+            task.cancel()
 
 
 def connections_max(wanted: int) -> int:

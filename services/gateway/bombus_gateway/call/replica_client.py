@@ -18,6 +18,7 @@ import msgspec
 
 from bombus.errors import STATUS, BombusError, Code, Refused
 from bombus.hive.generation import Fault, Frame, FrameReader, Generate, Tokens, encode_request
+from bombus.machine.certificates import trusted
 
 IDLE_CONNECTIONS_MAX = 256  # per replica
 ERROR_BYTES_MAX = 4096
@@ -29,7 +30,7 @@ NOT_LET_IN = (
     "of bombus; restart both"
 )
 
-Address = tuple[str, int]
+Address = tuple[str, int, bool]  # host, port, and whether it speaks TLS
 
 
 class ReplicaGone(BombusError):
@@ -291,7 +292,8 @@ class _Connection(asyncio.Protocol):
 def _parts_of(url: str) -> tuple[Address, str, str]:
     """Return the address to connect to, the prefix of all paths, and the value of the Host header."""
     where = urlsplit(url)
-    return (where.hostname or "", where.port or 80), where.path.rstrip("/"), where.netloc
+    is_tls = where.scheme == "https"
+    return (where.hostname or "", where.port or (443 if is_tls else 80), is_tls), where.path.rstrip("/"), where.netloc
 
 
 class ReplicaClient:
@@ -354,7 +356,10 @@ class ReplicaClient:
         idle = self._idle[address]
         try:
             async with asyncio.timeout(CONNECT_S_MAX):
-                _, connection = await asyncio.get_running_loop().create_connection(lambda: _Connection(idle), *address)
+                host, port, is_tls = address
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: _Connection(idle), host, port, ssl=trusted() if is_tls else None
+                )
         except (OSError, TimeoutError) as error:
             raise ReplicaGone(f"no connection to the replica at {address[0]}:{address[1]}: {error}") from error
         return connection

@@ -62,6 +62,7 @@ from bombus.environments.serving.slots import (
 )
 from bombus.environments.serving.work import SessionWork, ends_session
 from bombus.errors import Code, in_one_line
+from bombus.machine.certificates import keep_current, served
 from bombus.machine.host_names import OwnHostNames
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained
@@ -503,6 +504,7 @@ async def environment_server(server: EnvironmentServer, bound: socket.socket) ->
     async with serve(
         server.serve_session,
         sock=bound,
+        ssl=(context := served()),
         process_request=server.admit,
         process_response=server.name_session,
         open_timeout=WAIT_S_MAX + 2 * HANDSHAKE_S,
@@ -515,9 +517,10 @@ async def environment_server(server: EnvironmentServer, bound: socket.socket) ->
         server_header=None,
         logger=sockets_log,
     ):
-        ticking = asyncio.create_task(server.run())
+        beside = [asyncio.create_task(each) for each in (server.run(), keep_current(context))]
         try:
             yield server
         finally:
-            ticking.cancel()
+            for task in beside:
+                task.cancel()
             await server.close()
