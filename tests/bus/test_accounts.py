@@ -413,7 +413,7 @@ def test_the_user_of_an_address_is_found() -> None:
     assert set(STREAMS.values()) >= {Subjects("main").inbox_stream, Subjects("main").calls_stream}
 
 
-def test_init_takes_the_address_of_the_bus_from_where_the_cluster_file_says_it_is(
+def test_init_takes_the_address_and_the_hive_from_where_other_commands_take_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, cluster = tmp_path / "secrets", tmp_path / "cluster.yaml"
@@ -424,6 +424,9 @@ def test_init_takes_the_address_of_the_bus_from_where_the_cluster_file_says_it_i
     monkeypatch.setenv(VARIABLE, "nats://bus:4222")
     assert main(["init", str(folder), "--config", str(cluster)]) == 0
     assert without_login(read_environment(folder, "main", BusUser.GATEWAY)[VARIABLE]) == "nats://bus:4222"
+    monkeypatch.setenv("BOMBUS_HIVE", "next")
+    assert main(["init", str(folder), "--config", str(cluster)]) == 0
+    assert without_login(read_environment(folder, "next", BusUser.GATEWAY)[VARIABLE]) == "nats://bus:4222"
 
 
 @pytest.mark.parametrize("nats", ["nats://a:4222, nats://b:4222", "nats://a:4222\nBOMBUS_ADMIN_KEY=x"])

@@ -5,6 +5,7 @@ Each service has a file of environment variables and needs no other. Nobody but 
 
 import argparse
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterator
@@ -32,7 +33,9 @@ SERVER_CONFIG = "nats-server.conf"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to put them; only you will be able to read it")
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="a cluster file, with the hive's name and bus")
-    parser.add_argument("--hive", type=name_of("hive"), metavar="NAME", help="the hive's name (default: main)")
+    parser.add_argument(
+        "--hive", type=name_of("hive"), metavar="NAME", help="the hive's name (default: $BOMBUS_HIVE, or main)"
+    )
     parser.add_argument(
         "--nats",
         metavar="URL",
@@ -55,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     plain, _ = document(arguments.config, (), {})
-    hive = arguments.hive or plain.get("hive") or "main"
+    hive = arguments.hive or plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main")
     nats = arguments.nats or bus_address(plain.get("nats", ""))
     try:
         if arguments.tls or (arguments.folder / AUTHORITY).exists():
