@@ -18,10 +18,10 @@ import random
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count, cycle
+from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -43,7 +43,6 @@ SAMPLE_S = 5.0
 SETTLE_S = 5.0  # before the first figure counts
 IDLE_S = 600.0
 REPEAT = 4
-CLIENTS = 16  # of the SDK: the pool of connections of each takes time that grows with what waits in it
 KEPT_S = 4.0  # a client does not use a connection again that was idle for longer
 LENGTHS = {
     "max_prompt_length": 256, "max_response_length": 128, "max_response_length_in_one_turn": TOKENS,
@@ -82,9 +81,9 @@ class Seen:
 class Agents:
     """Plays episodes against a hive."""
 
-    def __init__(self, clients: Sequence[AsyncSwarmClient], port: int, load: Load) -> None:
+    def __init__(self, client: AsyncSwarmClient, port: int, load: Load) -> None:
         self.seen = Seen()
-        self._clients = cycle(clients)
+        self._client = client
         self._port = port
         self._load = load
         self._random = random.Random(0)
@@ -108,7 +107,7 @@ class Agents:
             await self._play()
 
     async def _play(self) -> None:
-        seen, client = self.seen, next(self._clients)
+        seen, client = self.seen, self._client
         try:
             async with seen.timed("claim"):
                 uuid, credentials = await client.begin_episode(IDLE_S, max_wait_s=IDLE_S)
@@ -238,7 +237,7 @@ async def run(load: Load) -> None:
                 scripted_replica(bus, "main", [ANSWER], delay_s=load.engine_s),
                 watched(load.page),
             ):
-                await measure(load, url, bus)
+                await measure(load, client, bus)
 
 
 @asynccontextmanager
@@ -253,9 +252,8 @@ async def watched(path: str) -> AsyncIterator[None]:
         yield
 
 
-async def measure(load: Load, url: str, bus: Bus) -> None:
-    clients = [AsyncSwarmClient(url, verbose=False) for _ in range(CLIENTS)]
-    agents, measured = Agents(clients, urlsplit(url).port or 0, load), Hive(bus)
+async def measure(load: Load, client: AsyncSwarmClient, bus: Bus) -> None:
+    agents, measured = Agents(client, urlsplit(client.server_url).port or 0, load), Hive(bus)
     following = asyncio.create_task(measured.follower.run())
     playing = asyncio.create_task(agents.run())
     await asyncio.sleep(SETTLE_S + 2 * load.pause_s)
@@ -274,8 +272,6 @@ async def measure(load: Load, url: str, bus: Bus) -> None:
         task.cancel()
     with suppress(asyncio.CancelledError, ExceptionGroup):
         await asyncio.gather(watching, playing, following, return_exceptions=True)
-    for client in clients:
-        await client.close()
     tell(agents, measured, {name: after[name] - before[name] for name in after}, max(1, calls), seconds)
 
 

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, cast
 from bench.processes import process_of
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.errors import BusUnavailable
 from bombus.hive.generation import Finished, Tokens, decode_request, encode_frame
 from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves, WeightsLoadedFact
 from bombus.hive.records import pack_logprobs, pack_tokens
@@ -145,13 +146,12 @@ async def _stay_alive(bus: Bus, engine: str, follower: Follower, port: int) -> N
         alive = ReplicaAlive(
             id=uuid.uuid4().hex, engine=engine, replica=NAME, url=url, run=state.run, version=newest, capacity=CAPACITY
         )
-        await bus.inbox.send(alive)
-        await bus.inbox.send(
-            WeightsLoadedFact(
-                id=f"{NAME}-{state.run}-{newest}", engine=engine, run=state.run, version=newest, replica=NAME
-            )
+        loaded = WeightsLoadedFact(
+            id=f"{NAME}-{state.run}-{newest}", engine=engine, run=state.run, version=newest, replica=NAME
         )
-        with suppress(TimeoutError):
+        with suppress(BusUnavailable, TimeoutError):  # a busy machine; like a replica, it goes on
+            await bus.inbox.send(alive)
+            await bus.inbox.send(loaded)
             await follower.wait_for(partial(_is_newer, engine, newest), ALIVE_S)
 
 

@@ -32,16 +32,23 @@ class _LoopRuntime:
     """Waits in the caller's event loop, and runs agents in tasks. `check` does nothing, because a cancelled task stops
     by itself."""
 
-    def __init__(self, http: httpx.AsyncClient, sleep: Callable[[float], Awaitable[None]]) -> None:
-        self._http = http
+    def __init__(
+        self, pools: transport.HttpPools[httpx.AsyncClient], sleep: Callable[[float], Awaitable[None]]
+    ) -> None:
+        self._pools = pools
+        self._room = asyncio.Semaphore(transport.CONNECTIONS_MAX)
         self._sleep = sleep
 
     async def send(self, request: ServerRequest) -> ServerReply | NoReply:
-        with telemetry.span("sdk.request", None, {"url.path": request.path}, "CLIENT"):
-            try:
-                response = await self._http.request(**transport.request_options(request))
-            except httpx.RequestError as error:
-                return transport.no_reply(self._http.base_url, error)
+        async with self._room:
+            with (
+                self._pools.client() as http,
+                telemetry.span("sdk.request", None, {"url.path": request.path}, "CLIENT"),
+            ):
+                try:
+                    response = await http.request(**transport.request_options(request))
+                except httpx.RequestError as error:
+                    return transport.no_reply(http.base_url, error)
         return transport.reply_of(response)
 
     async def sleep(self, seconds: float) -> None:
@@ -102,9 +109,9 @@ class AsyncSwarmClient(HiveCore):
         url, key = transport.address(server_url, api_key)
         options = transport.client_options(url, engine, key)
         claimed = ClaimedEpisodes(url, time.monotonic)
-        self._http = httpx.AsyncClient(transport=transport_, **options)
+        self._pools = transport.HttpPools(lambda: httpx.AsyncClient(transport=transport_, **options))
         self._heartbeat = Heartbeat(claimed, options) if transport_ is None else None
-        self._runtime = _LoopRuntime(self._http, sleep)
+        self._runtime = _LoopRuntime(self._pools, sleep)
         super().__init__(
             url,
             self._runtime,
@@ -131,7 +138,8 @@ class AsyncSwarmClient(HiveCore):
             if self._heartbeat is not None:
                 await asyncio.to_thread(self._heartbeat.end)
         finally:
-            await self._http.aclose()
+            for http in self._pools.made:
+                await http.aclose()
 
     async def __aenter__(self) -> Self:
         return self

@@ -37,15 +37,22 @@ T = TypeVar("T")
 class _ThreadRuntime:
     """Waits in the caller's thread, and runs agents in threads. Its coroutines never wait for an event loop."""
 
-    def __init__(self, http: httpx.Client, claimed: ClaimedEpisodes, sleep: Callable[[float], None]) -> None:
-        self._http = http
+    def __init__(
+        self, pools: transport.HttpPools[httpx.Client], claimed: ClaimedEpisodes, sleep: Callable[[float], None]
+    ) -> None:
+        self._pools = pools
+        self._room = threading.Semaphore(transport.CONNECTIONS_MAX)
         self._claimed = claimed
         self._sleep = sleep
         self._connections = transport.OpenConnections()
 
     async def send(self, request: ServerRequest) -> ServerReply | NoReply:
-        with telemetry.span("sdk.request", None, {"url.path": request.path}, "CLIENT"):
-            return transport.sent(self._http, request, {"trace": self._connections.note})
+        with (
+            self._room,
+            self._pools.client() as http,
+            telemetry.span("sdk.request", None, {"url.path": request.path}, "CLIENT"),
+        ):
+            return transport.sent(http, request, {"trace": self._connections.note})
 
     async def sleep(self, seconds: float) -> None:
         self._sleep(seconds)
@@ -154,9 +161,9 @@ class SwarmClient:
         self.server_url, key = transport.address(server_url, api_key)
         options = transport.client_options(self.server_url, engine, key)
         claimed = ClaimedEpisodes(self.server_url, time.monotonic)
-        self._http = httpx.Client(transport=transport_, **options)
+        self._pools = transport.HttpPools(lambda: httpx.Client(transport=transport_, **options))
         self._heartbeat = Heartbeat(claimed, options) if transport_ is None else None
-        runtime = _ThreadRuntime(self._http, claimed, sleep)
+        runtime = _ThreadRuntime(self._pools, claimed, sleep)
         self._core = HiveCore(
             self.server_url,
             runtime,
@@ -203,7 +210,8 @@ class SwarmClient:
             if self._heartbeat is not None:
                 self._heartbeat.end()
         finally:
-            self._http.close()
+            for http in self._pools.made:
+                http.close()
 
     def __enter__(self) -> "SwarmClient":
         return self

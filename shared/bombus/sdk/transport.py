@@ -4,9 +4,9 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Generic, TypeVar
 
 import httpx
 
@@ -17,7 +17,10 @@ from bombus.machine.host_names import is_loopback
 from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
 
 CONNECTIONS_MAX = 512
+POOL_CONNECTIONS = 16
 CONNECT_S = 10.0
+
+Http = TypeVar("Http", bound=httpx.Client | httpx.AsyncClient)
 _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 
 
@@ -44,7 +47,7 @@ def address(server_url: str, api_key: str | None, environment: Mapping[str, str]
 
 def client_options(server_url: str, engine: str | None, key: str) -> dict[str, Any]:
     """Return the httpx options. `engine` selects that engine's routes; the default is the hive's first engine."""
-    limits = httpx.Limits(max_connections=CONNECTIONS_MAX, max_keepalive_connections=CONNECTIONS_MAX)
+    limits = httpx.Limits(max_connections=POOL_CONNECTIONS, max_keepalive_connections=POOL_CONNECTIONS)
     base_url = f"{server_url}/e/{engine}" if engine else server_url
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # A proxy from the environment cannot reach this machine's loopback address.
@@ -56,6 +59,35 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
         "trust_env": trusts_environment,
         "verify": certificates(trusts_environment),
     }
+
+
+class HttpPools(Generic[Http]):
+    """As many httpx clients as a client of a hive needs, for up to `POOL_CONNECTIONS` requests at a time each.
+
+    httpx looks at all connections of a client and at all requests that wait for one whenever a request begins or ends:
+    with 500 of them that takes some 10 ms.
+    """
+
+    def __init__(self, make: Callable[[], Http]) -> None:
+        self._make = make
+        self.made = [make()]
+        self._used = [0]
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def client(self) -> Iterator[Http]:
+        """Yield an httpx client for one request."""
+        with self._lock:
+            at = next((at for at, used in enumerate(self._used) if used < POOL_CONNECTIONS), len(self.made))
+            if at == len(self.made):
+                self.made.append(self._make())
+                self._used.append(0)
+            self._used[at] += 1
+        try:
+            yield self.made[at]
+        finally:
+            with self._lock:
+                self._used[at] -= 1
 
 
 class OpenConnections:
