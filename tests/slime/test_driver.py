@@ -21,7 +21,7 @@ from bombus.sdk.errors import EngineOffline
 from bombus.slime.driver import Notify, RolloutReport, SlimeDriver
 from bombus.slime.functions import load_function, make_slime_importable
 from bombus.slime.generation import GenerateState, load_tokenizer
-from bombus.slime.http import close_client
+from bombus.slime.http import close_clients
 from bombus.slime.prompts import PromptSource, read_prompts
 from bombus.slime.pushing import groups_of
 from bombus.slime.saved import load_rollout
@@ -103,7 +103,7 @@ async def driving(
             async with SlimeDriver(options, client, PromptSource(options, prompts), tell, touch_s=0.05) as driver:
                 yield driver
         finally:
-            await close_client()
+            await close_clients()
 
 
 async def played(options: SlimeOptions, tell: Notify = lambda line: None) -> list[RolloutReport]:

@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from bombus.slime.http import close_client, post
+from bombus.slime.http import close_clients, post
 from bombus.slime.local_server import HOST, LocalAnswer, LocalServer
 
 
 @pytest.fixture(autouse=True)
 async def client() -> AsyncIterator[None]:
     yield
-    await close_client()
+    await close_clients()
 
 
 async def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not() -> None:

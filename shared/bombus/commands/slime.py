@@ -13,7 +13,7 @@ from bombus.sdk.job import Job
 from bombus.slime.driver import SlimeDriver
 from bombus.slime.functions import make_slime_importable
 from bombus.slime.generation import load_tokenizer
-from bombus.slime.http import close_client
+from bombus.slime.http import close_clients
 from bombus.slime.local_server import LocalServer
 from bombus.slime.prompts import PromptSource, read_prompts
 from bombus.slime.pushing import push_rollouts
@@ -86,7 +86,7 @@ async def play(options: SlimeOptions) -> int:
             async with SlimeDriver(options, client, source, say) as driver:
                 await driver.run()
         finally:
-            await close_client()
+            await close_clients()
             if search is not None:
                 await search.close()
     return 0

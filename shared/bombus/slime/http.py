@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from bombus.machine.certificates import certificates
+from bombus.sdk.transport import HttpPools
 
 RETRIES_MAX = 60
 PAUSE_S = 1.0
@@ -18,27 +19,24 @@ CONNECT_S = 10.0
 REPEATED = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may succeed
 
 log = logging.getLogger("bombus.slime")
-_clients: dict[int, httpx.AsyncClient] = {}  # keyed by event loop, because a client cannot be used in another loop
+_pools: dict[int, HttpPools[httpx.AsyncClient]] = {}  # by event loop, because they cannot be used in another loop
 
 
-def client() -> httpx.AsyncClient:
-    """Return the client for this event loop. It has no timeout for responses, because a model may take very long."""
+def pools() -> HttpPools[httpx.AsyncClient]:
+    """Return the clients for this event loop. They have no timeout for responses, because a model may take very
+    long."""
     key = id(asyncio.get_running_loop())
-    if key not in _clients:
-        _clients.clear()
-        _clients[key] = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-            verify=certificates(False),
-        )
-    return _clients[key]
+    if key not in _pools:
+        _pools.clear()
+        timeout, checks = httpx.Timeout(None, connect=CONNECT_S), certificates(False)
+        _pools[key] = HttpPools(lambda: httpx.AsyncClient(timeout=timeout, trust_env=False, verify=checks))
+    return _pools[key]
 
 
-async def close_client() -> None:
-    found = _clients.pop(id(asyncio.get_running_loop()), None)
-    if found is not None:
-        await found.aclose()
+async def close_clients() -> None:
+    found = _pools.pop(id(asyncio.get_running_loop()), None)
+    for http in found.made if found is not None else ():
+        await http.aclose()
 
 
 def init_http_client(args: Namespace) -> None:
@@ -55,7 +53,8 @@ async def post(
     """
     for attempt in range(1, max_retries + 1):
         try:
-            response = await client().post(url, json=payload or {}, headers=headers)
+            with pools().client() as http:
+                response = await http.post(url, json=payload or {}, headers=headers)
         except httpx.RequestError as error:
             if attempt == max_retries:
                 raise
@@ -72,7 +71,8 @@ async def post(
 
 
 async def get(url: str) -> Any:
-    response = await client().get(url)
+    with pools().client() as http:
+        response = await http.get(url)
     response.raise_for_status()
     return response.json()
 

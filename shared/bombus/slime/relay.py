@@ -17,6 +17,7 @@ from bombus.errors import Code, Refused, in_one_line
 from bombus.hive.decoding import decoded
 from bombus.machine.certificates import certificates
 from bombus.machine.host_names import is_loopback
+from bombus.sdk.transport import HttpPools
 from bombus.sdk.types import Credentials
 from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
 
@@ -43,10 +44,10 @@ class SampleAddress:
     An address without credentials belongs to no sample, and refuses all model calls.
     """
 
-    def __init__(self, http: httpx.AsyncClient, tokenizer: Any, credentials: Credentials | None) -> None:
+    def __init__(self, pools: HttpPools[httpx.AsyncClient], tokenizer: Any, credentials: Credentials | None) -> None:
         self.calls: list[SampledCall] = []
         self.port = 0
-        self._http = http
+        self._pools = pools
         self._tokenizer = tokenizer
         self._before = list(tokenizer.encode("a", add_special_tokens=False))  # prepended to tokens when decoding
         self._before_text = str(tokenizer.decode(self._before))
@@ -95,7 +96,8 @@ class SampleAddress:
             raise Refused(Code.UNSUPPORTED, why)
         root = self._credentials.base_url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {self._credentials.api_key}", "content-type": JSON}
-        return await self._http.request(method, root + path, content=body, headers=headers)
+        with self._pools.client() as http:
+            return await http.request(method, root + path, content=body, headers=headers)
 
     async def _generate(self, body: bytes) -> LocalAnswer:
         asked = _fields(body)
@@ -187,10 +189,9 @@ class SampleRelay:
     """Provides samples with their addresses while the block runs."""
 
     def __init__(self, server_url: str, tokenizer: Any) -> None:
-        limits = httpx.Limits(max_connections=None)
         trusts = not is_loopback(httpx.URL(server_url).host)
         timeout, checks = httpx.Timeout(None, connect=10.0), certificates(trusts)
-        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=trusts, verify=checks)
+        self._pools = HttpPools(lambda: httpx.AsyncClient(timeout=timeout, trust_env=trusts, verify=checks))
         self._tokenizer = tokenizer
         self._retired: deque[SampleAddress] = deque()
         self._current: set[SampleAddress] = set()
@@ -201,10 +202,11 @@ class SampleRelay:
     async def __aexit__(self, *_: object) -> None:
         for address in (*self._current, *self._retired):
             await address.close()
-        await self._http.aclose()
+        for http in self._pools.made:
+            await http.aclose()
 
     async def open(self, credentials: Credentials | None) -> SampleAddress:
-        address = SampleAddress(self._http, self._tokenizer, credentials)
+        address = SampleAddress(self._pools, self._tokenizer, credentials)
         await address.open()
         self._current.add(address)
         return address
