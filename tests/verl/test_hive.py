@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from ray.cluster_utils import Cluster
 
 from bombus import SwarmClient, Task, WorkflowOutput
 from bombus.sdk.errors import WrongPhase
@@ -238,12 +239,34 @@ def test_a_rank_that_is_killed_costs_no_step(tmp_path: Path) -> None:
         head.stop()
 
 
-def test_ray_places_the_ranks_of_a_trainer(tmp_path: Path) -> None:
+@contextmanager
+def ray_nodes(number: int) -> Iterator[list[str]]:
+    """Run a Ray cluster of so many nodes with a CPU each, and yield the arguments that name it. Ray runs a cluster of
+    its own for the ranks if there are none."""
+    if not number:
+        yield []
+        return
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        for _ in range(number - 1):
+            cluster.add_node(num_cpus=1)
+        yield ["--ray-address", cluster.address]
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_ray_places_the_ranks_of_a_trainer(tmp_path: Path, number: int) -> None:
+    with ray_nodes(number) as where:
+        ray_places_two_ranks(tmp_path, where)
+
+
+def ray_places_two_ranks(tmp_path: Path, where: Sequence[str]) -> None:
     head = Head(tmp_path, "bombus_trainer.launcher", "--mode", "connect", "--api-port", str(port := free_port()))
     try:
         words = shlex.split(head.until(COMMAND))
         said = words[words.index("bombus_trainer.worker") + 1 :]
-        command = [sys.executable, "-m", "bombus_trainer.ray_ranks", "--ranks", "2", *said]
+        command = [sys.executable, "-m", "bombus_trainer.ray_ranks", "--ranks", "2", *where, *said]
         bus = {"BOMBUS_NATS": (tmp_path / "data/nats-url").read_text().strip()}
         ranks = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **bus})
         try:

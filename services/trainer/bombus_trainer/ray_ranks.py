@@ -14,6 +14,7 @@ from typing import Any
 from bombus import logs
 from bombus.config.flags import Parser, check_range
 from bombus.errors import Refused
+from bombus.machine.certificates import TRUST_VARIABLE, VARIABLE
 from bombus.machine.process import die_with_parent
 from bombus.terminal import complain
 from bombus_trainer.options import TrainerOptions, add_options, options_of
@@ -70,6 +71,7 @@ def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already exists
         "LOCAL_RANK": "0",  # Ray shows a task only its own device
+        **{name: os.environ[name] for name in (TRUST_VARIABLE, VARIABLE) if name in os.environ},
     }
     needs = {"num_gpus": 1} if options.device != "cpu" else {"num_cpus": 1}
     task: Any = ray.remote(max_retries=0, **needs)(_rank)
