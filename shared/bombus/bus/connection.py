@@ -5,20 +5,18 @@ import json
 import logging
 import re
 import secrets
-import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from nats.aio.client import Client
 from nats.errors import Error
 
 from bombus.bus.accounts import RECOGNIZING, answer_subjects, api_prefix
 from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT, check_size
 from bombus.bus.inbox_client import InboxClient
-from bombus.bus.lean_nats import allow_websockets
+from bombus.bus.lean_nats import LeanClient, allow_websockets
 from bombus.bus.publisher import Publisher
 from bombus.bus.requests import ApiCall, Requests
 from bombus.bus.streams import (
@@ -54,7 +52,6 @@ from bombus.figures import byte_size
 from bombus.hive.generation import replica_key
 from bombus.hive.inbox import Answer, Refusal, encode_answer
 from bombus.hive.subjects import REPLICA_KEY, SIGNING_SECRET, Subjects
-from bombus.machine.certificates import trusted
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +121,7 @@ class Bus:
         token = secrets.token_hex(8)
         user = user_of(url, hive)
         prefix = answer_subjects(hive, user or _NOT_IN_A_TOKEN.sub("-", name))
-        client = _Client(is_tls=url.startswith("tls://"))
+        client = LeanClient(is_tls=url.startswith("tls://"))
         errors = _ErrorLog()
         made: list[Bus] = []  # contains the bus created below, once the client is connected
 
@@ -554,28 +551,6 @@ async def _look_for_server(url: str) -> None:
     raise BusUnavailable(f"no NATS server listens at {without_login(url)}")
 
 
-# nats-py makes its readers of TLS without saying that they are, of which asyncio warns at the end of each connection.
-logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has no effect" not in record.getMessage())
-
-
-class _Client(Client):  # type: ignore[misc]  # nats-py has no types
-    """nats-py's client, whose login is sent only over TLS if the address says so."""
-
-    def __init__(self, is_tls: bool) -> None:
-        super().__init__()
-        self._is_tls = is_tls
-
-    @property
-    def ssl_context(self) -> ssl.SSLContext:
-        return trusted()
-
-    def _connect_command(self) -> bytes:
-        # A server, or whoever is between, that does not offer TLS would get the password otherwise.
-        if self._is_tls and self._transport._io_writer.get_extra_info("ssl_object") is None:
-            raise Error("the server does not speak TLS, which the address asks for (tls://)")
-        return bytes(super()._connect_command())
-
-
 async def _connect(client: Any, **options: Any) -> None:
     await client.connect(**options)
     while not client.is_connected:  # nats-py also returns if the server has closed the connection without a message
@@ -601,7 +576,7 @@ async def _end(task: asyncio.Task[Any] | None) -> None:
         await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
 
 
-async def _check_payload(client: Client) -> None:
+async def _check_payload(client: LeanClient) -> None:
     """Raise `Refused`, and close the client, if the server accepts only tiny messages."""
     if client.max_payload < PAYLOAD_BYTES_MIN:
         await _close(client)

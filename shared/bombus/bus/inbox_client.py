@@ -39,7 +39,7 @@ class InboxClient:
         self._next = 0
 
     async def open(self) -> None:
-        await self._client.subscribe(f"{self._prefix}*", cb=self._on_answer)
+        await self._client.receive(f"{self._prefix}*", self._on_answer)
         await self._client.subscribe(self._subjects.undecided, cb=self._on_undecided)
 
     async def send(self, message: Message, *, traceparent: str = "", timeout_s: float = 10.0) -> int:
@@ -141,11 +141,11 @@ class InboxClient:
             if not answered.done():
                 answered.set_result(BusUnavailable(message.data.decode(errors="replace")))
 
-    async def _on_answer(self, message: ReceivedMessage) -> None:
-        answered = self._pending.get(int(message.subject[len(self._prefix) :]))
-        if answered is None or answered.done() or not message.data:
+    def _on_answer(self, subject: str, body: bytes) -> None:
+        answered = self._pending.get(int(subject[len(self._prefix) :]))
+        if answered is None or answered.done() or not body:
             return
         try:
-            answered.set_result(decode_answer(message.data))
+            answered.set_result(decode_answer(body))
         except msgspec.MsgspecError as error:
             logger.warning("an answer cannot be read; its command will be sent again: %s", error)

@@ -22,7 +22,7 @@ from nats.errors import (
 from bombus.bus.headers import MSG_ID, check_size
 from bombus.bus.syncing import Syncing
 from bombus.bus.window import Window
-from bombus.bus.wire import AckLost, NotNow, PubAck, ReceivedMessage, ack_of
+from bombus.bus.wire import AckLost, NotNow, PubAck, ack_of
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Publisher:
         self._closed = False
 
     async def open(self) -> None:
-        await self._client.subscribe(f"{self._prefix}*", cb=self._on_ack)
+        await self._client.receive(f"{self._prefix}*", self._on_ack)
 
     async def publish(  # noqa: PLR0913 - the options of a message
         self,
@@ -201,18 +201,18 @@ class Publisher:
 
     async def _send(self, token: int, entry: _Entry) -> None:
         try:
-            await self._client.publish(entry.subject, entry.body, entry.reply, entry.headers)
+            await self._client.publish_short(entry.subject, entry.body, entry.reply, entry.headers)
         except OutboundBufferLimitError:
             pass  # the connection has just been lost: `connection_back` resends the message
         except (ConnectionClosedError, ConnectionDrainingError):
             self._finish(token, entry, BusUnavailable(f"{entry.subject}: the bus is closed"))
 
-    async def _on_ack(self, message: ReceivedMessage) -> None:
-        token = int(message.subject[len(self._prefix) :])
+    def _on_ack(self, subject: str, body: bytes) -> None:
+        token = int(subject[len(self._prefix) :])
         entry = self._waiting.get(token)
         if entry is None:
             return  # we have given up on the message, or a resend was acknowledged too
-        result = ack_of(message.data, entry.subject) if message.data else NotNow(f"{entry.subject}: {_NO_RESPONDER}")
+        result = ack_of(body, entry.subject) if body else NotNow(f"{entry.subject}: {_NO_RESPONDER}")
         if isinstance(result, AckLost) and entry.repeat:
             entry.failure = result  # an earlier attempt may still be acknowledged
         elif isinstance(result, NotNow) and entry.repeat:
