@@ -24,6 +24,7 @@ INSTALLED = {
     "cp",
     "pip",
     "curl",
+    "nats-server",
     "torchrun",
     "docker",
     "kubectl",

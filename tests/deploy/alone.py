@@ -9,10 +9,10 @@ which is the first of its namespace.
 
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +20,34 @@ import httpx
 import yaml
 
 from bombus.bus.server import find_server
-from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
+from bombus.commands.init import make_credentials
+from bombus.machine.hive_keys import ADMIN_VARIABLE
 from tests.deploy.program import train
 from tests.patience import wait_until
 
-SECRETS = {
-    name: f"secret-{number}-0123456789"
-    for number, name in enumerate(("NATS_PASSWORD", ADMIN_VARIABLE, CLIENT_VARIABLE))
-}
+SERVERS = range(3)
 READY_S = 150.0
 STEPS = 4
 
 
 def main(folder: Path) -> None:
+    servers = [f"nats-{number}" for number in SERVERS]
+    make_credentials(folder / "secrets", "demo", ",".join(servers), store=Path("/data"))
     services: dict[str, dict[str, Any]] = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
     addresses = {name: f"10.9.8.{number}" for number, name in enumerate(services, 2)}
     network(folder, addresses)
     running: dict[str, list[subprocess.Popen[bytes]]] = {}
     for name, service in services.items():
-        command = nats(folder, name, addresses[name]) if name.startswith("nats-") else ours(folder, service)
-        environment = {key: filled(value) for key, value in service["environment"].items()}
+        command = nats(folder, name, addresses[name], service["command"]) if name in servers else ours(folder, service)
+        environment = dict(service.get("environment", {}))
+        for file in service.get("env_file", ()):
+            environment |= variables(folder / file)
         count = service.get("deploy", {}).get("replicas", 1)
         running[name] = [start(folder / f"{name}-{number}.log", command, environment) for number in range(count)]
     gateway = services["gateway"]["healthcheck"]["test"][-1].removesuffix("/health")
     wait_until(lambda: is_ready(gateway), READY_S)
     assert running["start"][0].wait(60) == 0
-    os.environ[ADMIN_VARIABLE] = SECRETS[ADMIN_VARIABLE]
+    os.environ[ADMIN_VARIABLE] = variables(folder / "secrets/demo/operator.env")[ADMIN_VARIABLE]
     rewards = train(gateway, STEPS)
     running["nats-1"][0].kill()
     running["coordinator"][0].kill()
@@ -62,14 +64,18 @@ def network(folder: Path, addresses: Mapping[str, str]) -> None:
     run("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
 
 
-def nats(folder: Path, name: str, address: str) -> list[str]:
+def nats(folder: Path, name: str, address: str, command: Sequence[str]) -> list[str]:
     """Return the command of a NATS server, which listens at its own address, since all are in one network."""
-    text = (folder / "nats.conf").read_text().replace('"/data"', json.dumps(str(folder / name)))
-    text = text.replace("port: 4222", f'listen: "{address}:4222"').replace("http: 8222", f'http: "{address}:8222"')
-    text = text.replace("port: 6222", f'listen: "{address}:{own_port(name)}"')
-    configuration = folder / f"{name}.conf"
-    configuration.write_text(text)
-    return [str(find_server()), "--config", str(configuration)]
+    own = folder / f"{name}-secrets"
+    shutil.copytree(folder / "secrets", own)
+    routes = (own / "cluster.conf").read_text().replace("port: 6222", f'listen: "{address}:{own_port(name)}"')
+    for number in SERVERS:
+        routes = routes.replace(f"@nats-{number}:6222", f"@nats-{number}:{own_port(f'nats-{number}')}")
+    (own / "cluster.conf").write_text(routes)
+    text = (own / "nats-server.conf").read_text().replace('"/data"', json.dumps(str(folder / name)))
+    (own / "nats-server.conf").write_text(text)
+    words = [word.replace("/etc/nats/", f"{own}/") for word in command]
+    return [str(find_server()), *words, "--addr", address]
 
 
 def own_port(name: str) -> str:
@@ -83,10 +89,10 @@ def ours(folder: Path, service: Mapping[str, Any]) -> list[str]:
     return [sys.executable, "-m", "bombus", *(word.replace("/etc/bombus/", f"{folder}/") for word in words)]
 
 
-def filled(text: str) -> str:
-    """Return a value with what Compose would read from `.env`."""
-    text = re.sub(r"@(nats-\d):6222", lambda found: f"@{found[1]}:{own_port(found[1])}", text)
-    return re.sub(r"\$\{(\w+):\?[^}]*\}", lambda found: SECRETS[found[1]], text)
+def variables(file: Path) -> dict[str, str]:
+    """Return the variables of a file as Compose reads it."""
+    pairs = (line.partition("=") for line in file.read_text().splitlines())
+    return {name: value for name, _, value in pairs}
 
 
 def start(log: Path, command: list[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":

@@ -19,7 +19,7 @@ from bombus.commands.deploy import RENDERERS
 from bombus.commands.deployment import cluster_in
 from bombus.config.cluster import Cluster, Jobs
 from bombus.config.flags import Parser
-from bombus.deploy import compose, kubernetes, nats, skypilot, slurm
+from bombus.deploy import compose, kubernetes, skypilot, slurm
 from bombus.deploy.containers import containers
 from bombus.deploy.nodes import gpus_of, nodes_of
 from bombus.errors import Refused
@@ -32,7 +32,7 @@ from tests.metrics_page import documented
 ROOT = Path(__file__).parents[2]
 REFERENCE = re.compile(r"\$\((\w+)\)|\$\{(\w+):\?[^}]*\}")
 # What a manifest alone knows: it becomes a part of another variable, or of an argument.
-OF_MANIFESTS = {nats.PASSWORD, kubernetes.POD_NAME}
+OF_MANIFESTS = {kubernetes.POD_NAME}
 
 
 class Running(NamedTuple):
@@ -133,7 +133,7 @@ def check_variables(running: Running, secrets: set[str]) -> None:
             assert name in named_in_the_product(), f"nothing reads {name}"
         elif not value and name not in secrets:
             assert name in OF_MANIFESTS & referred, f"nothing refers to {name}"
-    assert referred <= {*running.environment, nats.PASSWORD, VARIABLE, *secrets}
+    assert referred <= {*running.environment, *secrets}
 
 
 def _references(text: str) -> Iterator[str]:
@@ -316,10 +316,44 @@ def test_a_name_that_kubernetes_refuses_is_not_rendered(tmp_path: Path, tree: di
         kubernetes.render(*read(tree, tmp_path))
 
 
-@pytest.mark.parametrize("to", ["compose", "kubernetes", "skypilot"])
-def test_credentials_that_no_container_would_have_are_refused(tmp_path: Path, to: str) -> None:
-    with pytest.raises(Refused, match="credentials is a folder that no container has"):
-        RENDERERS[to](*read({**SMALL, "credentials": "secrets"}, tmp_path))
+@pytest.mark.parametrize("to", ["compose", "kubernetes"])
+def test_each_container_gets_the_login_of_its_service_alone_from_files_that_init_makes(
+    tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read({**SMALL, "credentials": "elsewhere"}, tmp_path)
+    words = ["--config", str(tmp_path / "cluster.yaml"), "--to", to, "--out", str(tmp_path)]
+    assert main(["deploy", "render", *words]) == 0
+    (command,) = re.findall(r"make the logins: bombus (init .*)", capsys.readouterr().err)
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    if to == "compose":
+        services = yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
+        files = {name: each["env_file"] for name, each in services.items() if "env_file" in each}
+        assert {each["volumes"][0] for name, each in services.items() if "nats" in name} == {"./secrets:/etc/nats:ro"}
+    else:
+        made = yaml.safe_load((tmp_path / "kustomization.yaml").read_text())["secretGenerator"]
+        logins = {each["name"]: each["envs"] for each in made if "envs" in each}
+        read_by = {path.stem: documents(path.read_text())[0] for path in tmp_path.glob("*.yaml")}
+        files = {
+            name: logins[source["secretRef"]["name"]]
+            for name, each in read_by.items()
+            if each.get("kind") in ("Deployment", "Job")
+            for source in each["spec"]["template"]["spec"]["containers"][0]["envFrom"]
+        }
+        (of_nats,) = [each["files"] for each in made if "files" in each]
+        assert all((tmp_path / file.partition("=")[2]).exists() for file in of_nats)
+        mounted = documents((tmp_path / "nats.yaml").read_text())[1]["spec"]["template"]["spec"]["volumes"][0]["secret"]
+        assert [item["key"] for item in mounted["items"]] == [file.partition("=")[0] for file in of_nats]
+        assert {f"secrets/{item['path']}" for item in mounted["items"]} == {file.partition("=")[2] for file in of_nats}
+    users = {"coordinator": "coordinator", "gateway": "gateway", "start": "operator"}
+    users |= {"trainer-main": "trainer", "inference-main": "inference"}
+    assert files == {name: [f"secrets/demo/{user}.env"] for name, user in users.items()}
+    assert all((tmp_path / file).read_text().startswith(VARIABLE) for (file,) in files.values())
+
+
+def test_credentials_that_a_machine_of_a_cloud_would_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="credentials is a folder that the machine of a cloud does not have"):
+        skypilot.render(*read({**SMALL, "credentials": "secrets"}, tmp_path))
 
 
 def test_an_engine_that_verl_trains_is_refused_where_there_are_only_our_images(tmp_path: Path) -> None:

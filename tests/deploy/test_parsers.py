@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from bombus.bus_address import VARIABLE
+from bombus.commands.init import make_credentials
 from bombus.config.cluster import Cluster, Jobs
-from bombus.deploy import compose, kubernetes, nats, skypilot
-from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
+from bombus.deploy import compose, kubernetes, skypilot
 from tests.deploy.clusters import LARGE, SMALL, read
 
 BIN = Path(os.environ.get("BOMBUS_DEPLOY", ""))
 pytestmark = pytest.mark.skipif(Path() == BIN, reason="make test-deploy runs it")
 RELEASES = ("1.34", "1.37")
-SECRETS = dict.fromkeys((nats.PASSWORD, ADMIN_VARIABLE, CLIENT_VARIABLE, VARIABLE, "ELSEWHERE_KEY"), "secret")
+SECRETS = {"ELSEWHERE_KEY": "secret"}
 SKY = "import sys, sky; [sky.Task.from_yaml(path) for path in sys.argv[1:]]"
 
 
@@ -46,7 +46,7 @@ def written(files: Mapping[str, str], folder: Path, word: str = "", by: str = ""
 def test_kubernetes_knows_every_field(deployment: tuple[Cluster, Jobs], tmp_path: Path, release: str) -> None:
     def refusals(word: str = "", by: str = "") -> str:
         names = written(kubernetes.render(*deployment), tmp_path, word, by)
-        manifests = [name for name in names if name not in ("kustomization.yaml", "cluster.yaml", nats.CONFIG)]
+        manifests = [name for name in names if name not in ("kustomization.yaml", "cluster.yaml")]
         return said(tmp_path, str(BIN / "kubernetes-validate"), "--strict", "-k", release, *manifests)
 
     assert not refusals()
@@ -60,9 +60,13 @@ def test_compose_reads_the_file_and_refuses_to_start_without_its_secrets(
         written(compose.render(*deployment), tmp_path, word, by)
         return said(tmp_path, str(BIN / "docker-compose"), "config", "--quiet", environment=secrets)
 
+    hive = deployment[0].hive
+    assert f"secrets/{hive}/" in refusals()
+    make_credentials(tmp_path / "secrets", hive, ",".join(compose.HOSTS))
     assert not refusals()
     assert "stop_grace_perod" in refusals("stop_grace_period", "stop_grace_perod")
-    assert f"set {CLIENT_VARIABLE} in .env" in refusals(secrets={**SECRETS, CLIENT_VARIABLE: ""})
+    if hive == "large":
+        assert "set ELSEWHERE_KEY in .env" in refusals(secrets={"ELSEWHERE_KEY": ""})
 
 
 def test_skypilot_reads_the_task(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from bombus.bus_address import has_login
 from bombus.commands.deployment import cluster_in
 from bombus.config.cluster import Cluster, Jobs
 from bombus.deploy import compose, kubernetes, skypilot, slurm
+from bombus.deploy.nats import init_command
 from bombus.errors import Code, Refused
 from bombus.private import write_private
 from bombus.terminal import complain, say
@@ -18,6 +19,8 @@ RENDERERS: Mapping[str, Callable[[Cluster, Jobs], Mapping[str, str]]] = {
     "slurm": slurm.render,
     "skypilot": skypilot.render,
 }
+
+HOSTS = {"compose": compose.HOSTS, "kubernetes": kubernetes.HOSTS}  # of the NATS servers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,4 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise Refused(Code.BAD_CONFIG, f"{arguments.out / name} cannot be written: {error.strerror}") from error
         complain(f"wrote {arguments.out / name}")
+    if arguments.out is not None and (hosts := HOSTS.get(arguments.to)):
+        complain(f"once, in {arguments.out}, make the logins: {init_command(cluster, hosts)}")
     return 0

@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,7 +28,8 @@ from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE, GENERATION
 from bombus.private import private_folder, write_private
 from bombus.terminal import complain, say
 
-SERVER_CONFIG = "nats-server.conf"
+SERVER_CONFIG, CLUSTER_CONFIG = "nats-server.conf", "cluster.conf"
+ROUTE_PORT, ROUTE_USER = 6222, "route"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nats",
         metavar="URL",
-        help="where services reach the NATS server, without a login (default: as before, that of the folder's other "
-        "hives, or nats://127.0.0.1:4222)",
+        help="where services reach the NATS server, or a cluster of servers separated by commas, without a login "
+        "(default: as before, that of the folder's other hives, or nats://127.0.0.1:4222)",
+    )
+    parser.add_argument(
+        "--store",
+        type=Path,
+        metavar="DIR",
+        help="where a server keeps its streams, if this is the first hive in the folder (default: its jetstream)",
     )
     parser.add_argument(
         "--tls",
@@ -63,14 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.tls or (arguments.folder / AUTHORITY).exists():
             make_certificate(arguments.folder, arguments.tls or (), renew=arguments.rotate)
-        written = make_credentials(arguments.folder, hive, nats, rotate=arguments.rotate)
+        written = make_credentials(arguments.folder, hive, nats, rotate=arguments.rotate, store=arguments.store)
     except OSError as error:
         raise Refused(Code.BAD_CONFIG, f"{error.filename} cannot be written: {error.strerror}") from error
     say(*written)
     config = arguments.folder / SERVER_CONFIG
-    if TLS_CONFIG not in config.read_text():
-        complain(f'bombus init: add this line to {config} for TLS: include "{TLS_CONFIG}"')
-    say(f"start the server with nats-server --config {config}; after a change: nats-server --signal reload")
+    for included, what in ((TLS_CONFIG, "TLS"), (CLUSTER_CONFIG, "several servers")):
+        if included not in config.read_text():
+            complain(f'bombus init: add this line to {config} for {what}: include "{included}"')
+    own_name = " --name NAME, another on each," if (arguments.folder / CLUSTER_CONFIG).read_text() else ""
+    say(f"start the server with nats-server --config {config}{own_name}; after a change: nats-server --signal reload")
     return 0
 
 
@@ -83,6 +93,7 @@ class _Kept(msgspec.Struct, omit_defaults=True):
     client_key: str
     admin_before: str = ""
     client_before: str = ""
+    route_password: str = ""  # among the servers of a cluster, the same for all hives
 
     @property
     def keys(self) -> dict[str, list[str]]:
@@ -94,7 +105,9 @@ class _Kept(msgspec.Struct, omit_defaults=True):
         return {name: [key for key in keys if key] for name, keys in found.items()}
 
 
-def make_credentials(folder: Path, hive: str, nats: str = "", *, rotate: bool = False) -> list[Path]:
+def make_credentials(
+    folder: Path, hive: str, nats: str = "", *, rotate: bool = False, store: Path | None = None
+) -> list[Path]:
     """Make or renew the credentials of a hive, and return the files. `nats` has no login; "" keeps the address.
 
     What exists is kept, so a second call changes nothing, unless `rotate` asks for a new password for every user, and
@@ -105,6 +118,7 @@ def make_credentials(folder: Path, hive: str, nats: str = "", *, rotate: bool = 
     known = _read(own / "passwords.json")
     kept = known or _Kept(nats or _address_in(folder), {}, _secret(), _secret())
     kept.nats = nats or kept.nats
+    kept.route_password = kept.route_password or _route_password(folder)
     if has_login(kept.nats):
         raise Refused(Code.BAD_CONFIG, "--nats must have no login: bombus init makes one for each service")
     if re.search(r"\s", kept.nats):
@@ -125,11 +139,12 @@ def make_credentials(folder: Path, hive: str, nats: str = "", *, rotate: bool = 
     written = [own / "accounts.conf", *_write_users(folder, hive, kept), *_write_keys(own, kept)]
     config = folder / SERVER_CONFIG
     if not config.exists():
-        write_private(config, _server_config(folder.absolute() / "jetstream"))
+        write_private(config, _server_config((store or folder / "jetstream").absolute()))
     hives = sorted(path.parent.name for path in folder.glob("*/accounts.conf"))
     write_private(folder / "accounts.conf", "".join(f'include "{name}/accounts.conf"\n' for name in hives))
     if not (folder / TLS_CONFIG).exists():
         write_private(folder / TLS_CONFIG, "")
+    write_private(folder / CLUSTER_CONFIG, _cluster_config(folder, kept))
     return [config, *written]
 
 
@@ -165,10 +180,19 @@ def _read(path: Path) -> _Kept | None:
         raise Refused(Code.BAD_CONFIG, f"{path} cannot be read: {error}; delete it to make new credentials") from error
 
 
+def _others(folder: Path) -> Iterator[_Kept]:
+    found = (_read(path) for path in sorted(folder.glob("*/passwords.json")))
+    return (other for other in found if other is not None)
+
+
 def _address_in(folder: Path) -> str:
     """Return the address of the bus for a new hive, which is that of the folder's other hives."""
-    others = (_read(path) for path in sorted(folder.glob("*/passwords.json")))
-    return next((other.nats for other in others if other is not None), "nats://127.0.0.1:4222")
+    return next((other.nats for other in _others(folder)), "nats://127.0.0.1:4222")
+
+
+def _route_password(folder: Path) -> str:
+    """Return the password of the folder's servers among themselves, or a new one."""
+    return next((other.route_password for other in _others(folder) if other.route_password), "") or _secret()
 
 
 def _with_login(urls: str, login: str, is_tls: bool) -> str:
@@ -183,15 +207,35 @@ def _secret() -> str:
     return secrets.token_urlsafe(24)
 
 
+def _cluster_config(folder: Path, kept: _Kept) -> str:
+    """Return how the servers find each other, or "" if there is only one."""
+    hosts = [urlsplit(url if "//" in url else f"//{url}").hostname for url in kept.nats.split(",")]
+    if len(hosts) == 1:
+        return ""
+    login = f"{ROUTE_USER}:{kept.route_password}"
+    routes = ", ".join(f'"nats://{login}@{f"[{host}]" if ":" in str(host) else host}:{ROUTE_PORT}"' for host in hosts)
+    encrypted = f'include "{TLS_CONFIG}"' if (folder / AUTHORITY).exists() else ""
+    return f"""\
+cluster {{
+  name: bombus
+  port: {ROUTE_PORT}
+  authorization {{ user: {ROUTE_USER}, password: "{kept.route_password}" }}
+  routes: [{routes}]
+  {encrypted}
+}}
+"""
+
+
 def _server_config(store: Path) -> str:
     # A relative path would depend on where the server is started, and elsewhere it would find no stream.
     return f"""\
-# Written once by bombus init. It may be changed, for instance for a cluster of three servers.
+# Written once by bombus init. It may be changed.
 port: 4222
 max_payload: {PAYLOAD_BYTES}
 max_pending: {MAX_PENDING_BYTES}
 write_deadline: "10s"
 include "{TLS_CONFIG}"
+include "{CLUSTER_CONFIG}"
 jetstream {{ store_dir: {json.dumps(str(store), ensure_ascii=False)}, sync_interval: "1s" }}
 accounts {{ include "accounts.conf" }}
 """

@@ -40,7 +40,7 @@ def make_certificate(folder: Path, names: Iterable[str], renew: bool = False) ->
             f"subjectAltName={alternatives}",
             "basicConstraints=critical,CA:FALSE",
             "keyUsage=critical,digitalSignature",
-            "extendedKeyUsage=serverAuth",
+            "extendedKeyUsage=serverAuth,clientAuth",  # NATS servers are clients of each other
         )
         signed = _openssl(
             *("req", "-x509", "-CA", authority, "-CAkey", key, *_KEY, "-keyout", made, "-days", DAYS),
@@ -48,8 +48,10 @@ def make_certificate(folder: Path, names: Iterable[str], renew: bool = False) ->
         )
         write_private(certificate, made.read_text() + signed)
         made.unlink()
-    path = certificate.absolute()
-    write_private(folder / TLS_CONFIG, f'tls {{ cert_file: "{path}", key_file: "{path}", timeout: 5 }}\n')
+    path, trusted = certificate.absolute(), authority.absolute()
+    write_private(
+        folder / TLS_CONFIG, f'tls {{ cert_file: "{path}", key_file: "{path}", ca_file: "{trusted}", timeout: 5 }}\n'
+    )
 
 
 def tls_variables(folder: Path) -> dict[str, str]:

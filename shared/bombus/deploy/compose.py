@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bombus.bus_address import VARIABLE
 from bombus.config.cluster import Cluster, Jobs
 from bombus.deploy import nats
 from bombus.deploy.containers import (
@@ -19,6 +18,7 @@ from bombus.deploy.containers import (
 )
 from bombus.deploy.nodes import HEAD, dumped
 
+HOSTS = [f"nats-{number}" for number in range(nats.SERVERS)]
 SECRET = "{0}:?set {0} in .env"  # Compose refuses to start without it
 SHARED_MEMORY = "8gb"  # through which ranks on several GPUs exchange data
 KEEP = {"restart": "unless-stopped"}
@@ -29,52 +29,41 @@ HARDENED = {"read_only": True, "tmpfs": ["/tmp"], "cap_drop": ["ALL"], "security
 def render(cluster: Cluster, jobs: Jobs) -> Mapping[str, str]:
     """Return compose.yaml and the files that it mounts, by their names."""
     found = containers(cluster)
-    password = _from_env(nats.PASSWORD)
-    hosts = [f"nats-{number}" for number in range(nats.SERVERS)]
-    bus = {VARIABLE: _from_env(VARIABLE)} if cluster.nats else nats.address(password, hosts)
-    services: dict[str, Any] = {}
-    if not cluster.nats:
-        services |= {host: _nats(cluster, password, host, hosts) for host in hosts}
+    hosts = [] if cluster.nats else HOSTS
+    services: dict[str, Any] = {host: _nats(cluster, host) for host in hosts}
     waits = {} if cluster.nats else {"depends_on": {host: {"condition": "service_healthy"} for host in hosts}}
     for container in found:
-        services[container.name] = {**_service(container, bus), **waits}
+        services[container.name] = {**_service(cluster, container), **waits}
         if container.kind == "gateway":
             # Published on this host alone, and each gateway at a port of its own.
             last = container.port + container.count - 1
             services[container.name]["ports"] = [f"127.0.0.1:{container.port}-{last}:{container.port}"]
     if jobs:
-        services["start"] = {**_service(starter(cluster), bus), **waits, "restart": "on-failure"}
+        services["start"] = {**_service(cluster, starter(cluster)), **waits, "restart": "on-failure"}
         services["start"]["volumes"] = [f"./{CLUSTER}:{CONFIG_FOLDER}/{CLUSTER}:ro"]
-    volumes: dict[str, Any] = {name: {} for name in ("data", *(() if cluster.nats else hosts))}
+    volumes: dict[str, Any] = {name: {} for name in ("data", *hosts)}
     tree = {"name": f"bombus-{cluster.hive}", "services": services, "volumes": volumes}
-    files = {"compose.yaml": HEAD + dumped(tree)}
-    if not cluster.nats:
-        files[nats.CONFIG] = nats.configuration(cluster)
-    return files | ({CLUSTER: start_file(cluster, jobs)} if jobs else {})
+    return {"compose.yaml": HEAD + dumped(tree)} | ({CLUSTER: start_file(cluster, jobs)} if jobs else {})
 
 
-def _from_env(name: str) -> str:
-    return f"${{{SECRET.format(name)}}}"
-
-
-def _nats(cluster: Cluster, password: str, host: str, hosts: list[str]) -> dict[str, Any]:
+def _nats(cluster: Cluster, host: str) -> dict[str, Any]:
     return {
         "image": cluster.deploy.nats_image,
-        "command": ["--config", f"{nats.FOLDER}/{nats.CONFIG}"],
-        "environment": nats.variables(password, host, hosts),
-        "volumes": [f"./{nats.CONFIG}:{nats.FOLDER}/{nats.CONFIG}:ro", f"{host}:{nats.STORE}"],
+        "command": nats.arguments(host),
+        "volumes": [f"./{nats.SECRETS}:{nats.FOLDER}:ro", f"{host}:{nats.STORE}"],
         "healthcheck": {"test": ["CMD", "wget", "-q", "-O", "/dev/null", nats.health()], **CHECKS},
         **KEEP,
     }
 
 
-def _service(container: Container, bus: Mapping[str, str]) -> dict[str, Any]:
-    secrets = {name: _from_env(name) for name in container.secrets}
+def _service(cluster: Cluster, container: Container) -> dict[str, Any]:
+    secrets = {name: f"${{{SECRET.format(name)}}}" for name in container.secrets}
     service: dict[str, Any] = {
         "image": container.image,
         **({"entrypoint": list(container.program)} if container.program else {}),
         "command": [_literal(word) for word in container.arguments],
-        "environment": {**container.environment, **bus, **secrets},
+        "environment": {**container.environment, **secrets},
+        "env_file": [nats.login(cluster, container.user)],
         **HARDENED,
         "stop_grace_period": f"{GRACE_S}s",
         **KEEP,

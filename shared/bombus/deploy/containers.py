@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bombus.bus_address import VARIABLE
+from bombus.bus_address import BusUser
 from bombus.config.cluster import BUS_OF_ENVIRONMENT, Cluster, EnginePart, Jobs
 from bombus.config.groups import bad_config
 from bombus.config.parts import TrainerPart
@@ -20,7 +20,6 @@ from bombus.deploy.nodes import cluster_file
 from bombus.host.layout import FOR_EVERY_PROCESS, KEEP_FREED_MEMORY, UNLESS_SET, Layout, services
 from bombus.host.supervisor import STOP_S
 from bombus.logs import FORMAT_VARIABLE
-from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
 from bombus.weights.models import CACHE_VARIABLE
 
 DATA, CONFIG_FOLDER, CLUSTER = "/data", "/etc/bombus", "cluster.yaml"
@@ -30,6 +29,7 @@ METRICS_PORT, REPLICA_PORT, GATEWAY_PORT = 9464, 8000, 10086
 GRACE_S = int(STOP_S) + 10  # a trainer reaches a good stopping point within `STOP_S`
 HEALTHY = "healthy"  # the program of our images that asks a URL
 _WITH_A_LOGIN = "nats://user:password@bus"  # it is not on a command line, but in a variable that the manifest sets
+START = "start"
 _KINDS = ("coordinator", "gateway", "trainer", "inference")
 
 
@@ -53,6 +53,11 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
     reads: bool = False
 
     @property
+    def user(self) -> BusUser:
+        """Return the user of the bus as which it logs in."""
+        return BusUser.OPERATOR if self.kind == START else BusUser(self.kind)
+
+    @property
     def health(self) -> str:
         """Return the URL that answers while the process runs, if only that a key is missing. A replica's `/health`
         would also ask for weights."""
@@ -65,22 +70,12 @@ def image_of(cluster: Cluster, target: str) -> str:
     return cluster.deploy.image.replace("{target}", target).replace("{version}", version("bombus"))
 
 
-def refuse_credentials(cluster: Cluster) -> None:
-    """Raise `Refused(BAD_CONFIG)` if the cluster has credentials, which are in a folder of this machine."""
-    if cluster.credentials:
-        raise bad_config(
-            "credentials is a folder that no container has: leave it out here. Containers have one login, which is in "
-            f"{VARIABLE} if nats is {BUS_OF_ENVIRONMENT}"
-        )
-
-
 def containers(cluster: Cluster) -> list[Container]:
     """Return the containers of a hive, in the order in which `bombus up` would start them.
 
-    Raises `Refused(BAD_CONFIG)` for an engine that verl trains, as it needs an environment that no image has, for
-    credentials, and for two containers of the same name.
+    Raises `Refused(BAD_CONFIG)` for an engine that verl trains, as it needs an environment that no image has, and for
+    two containers of the same name.
     """
-    refuse_credentials(cluster)
     for name, engine in cluster.engines.items():
         if engine.trainer is not None and engine.trainer.backend != "torch":
             raise bad_config(
@@ -105,7 +100,6 @@ def containers(cluster: Cluster) -> list[Container]:
             del words[words.index("--name") : words.index("--name") + 2]  # whatever runs it gives it a name
         elif service.kind == "gateway":
             more = {"count": cluster.gateway.count, "port": placed.gateway.port}
-            more["secrets"] = (ADMIN_VARIABLE, CLIENT_VARIABLE)
         elif service.kind == "trainer":
             trainer = next(trainers)
             more = {"port": next(ports), "gpus": len(trainer.devices) or int(trainer.device != "cpu"), "writes": True}
@@ -139,8 +133,8 @@ def containers(cluster: Cluster) -> list[Container]:
 def starter(cluster: Cluster) -> Container:
     """Return the container that starts the jobs of a cluster file, and ends."""
     return Container(
-        kind="start",
-        name="start",
+        kind=START,
+        name=START,
         image=image_of(cluster, "gateway"),
         arguments=("deploy", "start", "--config", f"{CONFIG_FOLDER}/{CLUSTER}"),
         environment={FORMAT_VARIABLE: "json"},
@@ -150,7 +144,7 @@ def starter(cluster: Cluster) -> Container:
 
 def start_file(cluster: Cluster, jobs: Jobs) -> str:
     """Return the cluster file for `starter`. It has no password."""
-    return cluster_file(cluster.model_copy(update={"nats": BUS_OF_ENVIRONMENT}), jobs)
+    return cluster_file(cluster.model_copy(update={"nats": BUS_OF_ENVIRONMENT, "credentials": ""}), jobs)
 
 
 def _trainers(cluster: Cluster) -> list[TrainerPart]:
@@ -164,7 +158,8 @@ def _placed(cluster: Cluster) -> Cluster:
         streams = streams.model_copy(update={"replicas": streams.replicas or nats.SERVERS})
     return cluster.model_copy(
         update={
-            "nats": cluster.nats or _WITH_A_LOGIN,
+            "nats": _WITH_A_LOGIN,
+            "credentials": "",
             "data_dir": DATA,
             "metrics_host": EVERYWHERE,
             "metrics_port": cluster.metrics_port or METRICS_PORT,

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bombus.bus_address import VARIABLE
+from bombus.bus_address import BusUser
+from bombus.commands.init import ROUTE_PORT
 from bombus.config.cluster import Cluster, Jobs
 from bombus.config.groups import Tree, bad_config
 from bombus.deploy import nats
@@ -23,7 +24,8 @@ from bombus.deploy.nodes import HEAD, dumped
 PART = "app.kubernetes.io/component"
 NAME, INSTANCE = "app.kubernetes.io/name", "app.kubernetes.io/instance"
 SCRAPES = {"bombus/scrapes": "true"}  # the label of the namespace in which Prometheus runs
-KEYS, BUS = "bombus-keys", "bombus-bus"  # the secrets, which are made beforehand
+KEYS = "bombus-keys"  # the secret with the keys of `api_key_env`, which is made beforehand
+HOSTS = [f"nats-{number}.nats" for number in range(nats.SERVERS)]
 CALLS_IN_FLIGHT = "bombus_gateway_calls_in_flight"
 DRAIN_S = 5  # a gateway that stops still gets requests until its endpoint is gone everywhere
 POD_NAME = "POD_NAME"
@@ -48,17 +50,21 @@ def render(cluster: Cluster, jobs: Jobs) -> Mapping[str, str]:
     files["network.yaml"] = list(_network(cluster, found))
     if jobs:
         files["start.yaml"] = [_start(cluster)]
-    generated = [{"name": "bombus-nats", "files": [nats.CONFIG]}] if not cluster.nats else []
-    generated += [{"name": "bombus-cluster", "files": [CLUSTER]}] if jobs else []
+    generated = [{"name": "bombus-cluster", "files": [CLUSTER]}] if jobs else []
+    users = {container.user for container in found} | ({BusUser.OPERATOR} if jobs else set())
+    secrets: list[Tree] = [{"name": _login(user), "envs": [nats.login(cluster, user)]} for user in sorted(users)]
+    if not cluster.nats:
+        configured = [f"{_key(path)}={nats.SECRETS}/{path}" for path in nats.configuration(cluster)]
+        secrets.append({"name": "bombus-nats", "files": configured})
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": list(files),
         **({"configMapGenerator": generated} if generated else {}),
+        "secretGenerator": secrets,
     }
     written = {name: HEAD + "---\n".join(map(dumped, documents)) for name, documents in files.items()}
     written["kustomization.yaml"] = HEAD + dumped(kustomization)
-    written |= {nats.CONFIG: nats.configuration(cluster)} if not cluster.nats else {}
     return written | ({CLUSTER: start_file(cluster, jobs)} if jobs else {})
 
 
@@ -75,15 +81,14 @@ def _secret(name: str, secret: str, key: str) -> Tree:
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _hosts() -> list[str]:
-    return [f"nats-{number}.nats" for number in range(nats.SERVERS)]
+def _login(user: BusUser) -> str:
+    """Return the name of the secret with a user's variables."""
+    return f"bombus-{user}"
 
 
-def _bus(cluster: Cluster) -> list[Tree]:
-    """Return the variables of a container that contain the address of the bus, and the password in it."""
-    if cluster.nats:
-        return [_secret(VARIABLE, BUS, VARIABLE)]
-    return [_secret(nats.PASSWORD, BUS, nats.PASSWORD), *_variables(nats.address(f"$({nats.PASSWORD})", _hosts()))]
+def _key(path: str) -> str:
+    """Return the key of a file in a secret, where a key has no slash."""
+    return path.replace("/", "--")
 
 
 def _variables(given: Mapping[str, str]) -> list[Tree]:
@@ -95,14 +100,13 @@ def _variables(given: Mapping[str, str]) -> list[Tree]:
 
 def _nats(cluster: Cluster) -> list[Tree]:
     labels = _labels(cluster, "nats")
-    given = _variables(nats.variables(f"$({nats.PASSWORD})", f"$({POD_NAME})", _hosts()))
-    ports = {"client": nats.PORT, "route": nats.ROUTE_PORT, "monitor": nats.MONITOR_PORT}
+    ports = {"client": nats.PORT, "route": ROUTE_PORT, "monitor": nats.MONITOR_PORT}
     probe = {"httpGet": {"path": "/healthz", "port": "monitor"}}
     container = {
         "name": "nats",
         "image": cluster.deploy.nats_image,
-        "args": ["--config", f"{nats.FOLDER}/{nats.CONFIG}"],
-        "env": [_secret(nats.PASSWORD, BUS, nats.PASSWORD), OWN_NAME, *given],
+        "args": nats.arguments(f"$({POD_NAME})"),
+        "env": [OWN_NAME],
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
         # A server that is alone reads its streams and waits: only one whose JetStream has failed is restarted.
         **_watched({"httpGet": {"path": "/healthz?js-server-only=true", "port": "monitor"}}),
@@ -120,7 +124,15 @@ def _nats(cluster: Cluster) -> list[Tree]:
     pod = {
         **_pod([container], grace_s=60),
         "topologySpreadConstraints": [_spread(labels)],
-        "volumes": [{"name": "config", "configMap": {"name": "bombus-nats"}}],
+        "volumes": [
+            {
+                "name": "config",
+                "secret": {
+                    "secretName": "bombus-nats",
+                    "items": [{"key": _key(path), "path": path} for path in nats.configuration(cluster)],
+                },
+            }
+        ],
     }
     return [
         _object(
@@ -196,9 +208,9 @@ def _container(cluster: Cluster, container: Container) -> Tree:
         "env": [
             *([OWN_NAME] if named else []),
             *_variables(container.environment),
-            *_bus(cluster),
             *(_secret(name, KEYS, name) for name in container.secrets),
         ],
+        "envFrom": [{"secretRef": {"name": _login(container.user)}}],
         "securityContext": _confined(),
         "volumeMounts": mounts,
     }
@@ -315,7 +327,7 @@ def _network(cluster: Cluster, found: list[Container]) -> Iterable[Tree]:
     yield _policy("bombus-refuse", own, [])
     if not cluster.nats:
         servers = _labels(cluster, "nats")
-        yield _policy("nats", servers, [_allowed([_pods(own)], nats.PORT), _allowed([_pods(servers)], nats.ROUTE_PORT)])
+        yield _policy("nats", servers, [_allowed([_pods(own)], nats.PORT), _allowed([_pods(servers)], ROUTE_PORT)])
     gateways = [_pods(_labels(cluster, each.name)) for each in found if each.kind == "gateway"]
     prometheus = {"namespaceSelector": {"matchLabels": SCRAPES}}
     for container in found:

@@ -1,57 +1,37 @@
-"""The configuration of a cluster of three NATS servers, which is the same for Compose and Kubernetes.
+"""A cluster of three NATS servers, which is the same for Compose and Kubernetes.
 
-What differs between the servers, and the password, comes from the environment.
+`bombus init` makes its configuration and the logins, in a folder beside the manifests.
 """
 
-from bombus.bus.server import MAX_PENDING_BYTES
-from bombus.bus_address import VARIABLE
+from pathlib import PurePath
+
+from bombus.bus_address import BusUser
+from bombus.commands.init import CLUSTER_CONFIG, SERVER_CONFIG
+from bombus.commands.init_tls import TLS_CONFIG
 from bombus.config.cluster import Cluster
-from bombus.config.streams import PAYLOAD_BYTES, disk_needed
+from bombus.config.streams import disk_needed
 
 SERVERS = 3
-PORT, ROUTE_PORT, MONITOR_PORT = 4222, 6222, 8222
-USER, ROUTE_USER = "bombus", "route"
-PASSWORD, NAME = "NATS_PASSWORD", "NATS_NAME"
-CONFIG = "nats.conf"
+PORT, MONITOR_PORT = 4222, 8222
+SECRETS = "secrets"  # the folder
 FOLDER = "/etc/nats"
 STORE = "/data"
 _GIB = 1 << 30
 
 
-def configuration(cluster: Cluster) -> str:
-    """Return the servers' configuration. `$NAME` is replaced by the server itself, with what `variables` gives it."""
-    routes = ", ".join(f"${_route(number)}" for number in range(SERVERS))
-    return f"""\
-server_name: ${NAME}
-port: {PORT}
-http: {MONITOR_PORT}
-authorization {{ user: {USER}, password: ${_quoted(PASSWORD)} }}
-cluster {{
-  name: bombus-{cluster.hive}
-  port: {ROUTE_PORT}
-  authorization {{ user: {ROUTE_USER}, password: ${_quoted(PASSWORD)} }}
-  routes: [{routes}]
-}}
-max_payload: {PAYLOAD_BYTES}
-max_pending: {MAX_PENDING_BYTES}
-max_connections: 4096
-write_deadline: "10s"
-jetstream {{ store_dir: "{STORE}" }}
-"""
+def arguments(name: str) -> list[str]:
+    """Return the arguments of the server with this name."""
+    return ["--config", f"{FOLDER}/{SERVER_CONFIG}", "--name", name, "--http_port", str(MONITOR_PORT)]
 
 
-def variables(password: str, name: str, hosts: list[str]) -> dict[str, str]:
-    """Return a server's variables. `password` is how a manifest refers to the password."""
-    # Quotes keep the server from reading a text as a number or a size.
-    routes = {
-        _route(number): f'"nats://{ROUTE_USER}:{password}@{host}:{ROUTE_PORT}"' for number, host in enumerate(hosts)
-    }
-    return {NAME: name, _quoted(PASSWORD): f'"{password}"', **routes}
+def configuration(cluster: Cluster) -> list[str]:
+    """Return the paths of a server's configuration in the folder of secrets."""
+    return [SERVER_CONFIG, CLUSTER_CONFIG, TLS_CONFIG, "accounts.conf", f"{cluster.hive}/accounts.conf"]
 
 
-def address(password: str, hosts: list[str]) -> dict[str, str]:
-    """Return the variable that tells a service where the bus is."""
-    return {VARIABLE: ",".join(f"nats://{USER}:{password}@{host}:{PORT}" for host in hosts)}
+def login(cluster: Cluster, user: BusUser) -> str:
+    """Return the path of the file with a user's variables, beside the manifests."""
+    return str(PurePath(SECRETS, cluster.hive, f"{user}.env"))
 
 
 def health(host: str = "127.0.0.1") -> str:
@@ -64,9 +44,7 @@ def disk_gib(cluster: Cluster) -> int:
     return -(-disk_needed(cluster.streams) // _GIB)
 
 
-def _route(number: int) -> str:
-    return f"ROUTE_{number}"
-
-
-def _quoted(name: str) -> str:
-    return f"{name}_QUOTED"
+def init_command(cluster: Cluster, hosts: list[str]) -> str:
+    """Return the command that makes the folder of secrets."""
+    own = f"{','.join(f'{host}:{PORT}' for host in hosts)} --store {STORE}"
+    return f"bombus init {SECRETS} --hive {cluster.hive} --nats {'URL' if cluster.nats else own}"

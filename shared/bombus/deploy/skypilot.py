@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from bombus.config.cluster import Cluster, Jobs
 from bombus.config.groups import bad_config
-from bombus.deploy.containers import image_of, refuse_credentials
+from bombus.deploy.containers import image_of
 from bombus.deploy.nodes import HEAD, cluster_file, dumped, gpus_of, node_file
 
 FOLDER = "/etc/bombus"
@@ -15,7 +15,11 @@ def render(cluster: Cluster, jobs: Jobs) -> Mapping[str, str]:
 
     Raises `Refused(BAD_CONFIG)` for several nodes, because they would have to share a folder, and for credentials.
     """
-    refuse_credentials(cluster)
+    if cluster.credentials:
+        raise bad_config(
+            "credentials is a folder that the machine of a cloud does not have: leave it out with --to skypilot, and "
+            "give its variables as `sky launch --env-file`"
+        )
     if cluster.deploy.nodes > 1:
         raise bad_config("deploy.nodes must be 1 with --to skypilot: nodes of a cloud share no folder for weights")
     gpus = gpus_of(cluster)
