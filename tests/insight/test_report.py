@@ -132,6 +132,12 @@ def test_a_chart_of_two_runs_is_drawn(tmp_path: Path, name: str, begins: bytes) 
         assert set(re.findall(r"main-\d", out.read_text())) >= {"main-1", "main-2"}
 
 
+def test_a_figure_with_a_slash_is_drawn_into_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", "reward/max", "main-1", "--log", str(TINY)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["reward_max.png"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "why"),
     [

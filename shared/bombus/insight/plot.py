@@ -8,6 +8,7 @@ from bombus.config.flags import check_range
 from bombus.insight.charts import AXES, CHARTS, plot
 from bombus.insight.drawing import Format, drawn
 from bombus.insight.runs import read_runs
+from bombus.insight.trackers.rows import plain
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import Source
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _draw(source: Source, arguments: argparse.Namespace) -> None:
-    out = arguments.out or Path(f"{arguments.chart}.png")
+    out = arguments.out or Path(f"{plain(arguments.chart)}.png")
     kind: Format = out.suffix.removeprefix(".")  # type: ignore[assignment]
     if kind not in get_args(Format):
         raise BadUsage(f"--out {out}: the name must end in .{', .'.join(get_args(Format))}")
