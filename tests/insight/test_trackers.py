@@ -116,6 +116,9 @@ def test_figures_keep_their_names_where_a_tracker_may_have_them_and_never_share_
     found = plain_metrics({f"reported/{HOSTILE}": 1.0, "reported/a<": 2.0, "reported/a>": 3.0, "reported/a_": 4.0})
     assert sorted(found.values()) == [1.0, 2.0, 3.0, 4.0]
     assert not any(set(name) & set("<>\x1b") or ".." in name.split("/") for name in found)
+    both = plain_metrics({"reported/pass@1": 1.0, "reported/pass_at_1": 2.0}, at="_at_")
+    assert sorted(both.values()) == [1.0, 2.0]
+    assert both["reported/pass_at_1"] == 2.0
 
 
 # ---- the ledger -----------------------------------------------------------------------------------------------------

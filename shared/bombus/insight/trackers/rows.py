@@ -111,13 +111,20 @@ def plain_metrics(metrics: Mapping[str, float], at: str = "@") -> dict[str, floa
 
     A name that has to be changed ends in a digest, so that two names never become one. `at` replaces `@`.
     """
-    return {_plain_metric(name).replace("@", at): value for name, value in metrics.items()}
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        replaced = name.replace("@", at)
+        is_taken = replaced != name and replaced in metrics
+        found[_plain_metric(name, is_taken).replace("@", at)] = value
+    return found
 
 
-def _plain_metric(name: str) -> str:
+def _plain_metric(name: str, is_taken: bool) -> str:
     parts = [_FORBIDDEN_IN_METRIC.sub("_", part).strip(" .") or "_" for part in name.split("/")]
     found = "/".join(parts)[:METRIC_MAX]
-    return found if found == name else f"{found}_{hasher(name.encode(errors='replace')).hexdigest()[:6]}"
+    if found == name and not is_taken:
+        return found
+    return f"{found}_{hasher(name.encode(errors='replace')).hexdigest()[:6]}"
 
 
 class Noted(msgspec.Struct, frozen=True):
