@@ -19,6 +19,7 @@ from bombus.commands.web import SEEN_AT
 from bombus.datums.differences import StepDifferences, object_name
 from bombus.hive import events as ev
 from bombus.hive.events import Event
+from bombus.machine.process import free_port
 from bombus.replay.archive import BlobFrame, pack
 from tests.insight.long_log import story_events, write_archive
 from tests.logs.facts import TINY
@@ -70,15 +71,17 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextmanager
-def served(log: Path) -> Iterator[str]:
+def served(log: Path, port: int = 0) -> Iterator[str]:
     """Serve the pages of a log, and yield their address."""
-    command = [sys.executable, "-m", "bombus", "web", "--log", str(log), "--port", "0"]
+    command = [sys.executable, "-m", "bombus", "web", "--log", str(log), "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith(SEEN_AT)
-        yield line.removeprefix(SEEN_AT).strip().rstrip("/")
-        process.terminate()
+        try:
+            yield line.removeprefix(SEEN_AT).strip().rstrip("/")
+        finally:
+            process.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +284,22 @@ def test_more_tabs_than_a_browser_has_connections_can_be_open_since_hidden_ones_
         page.wait_for_selector("#episode")
         page.evaluate(f"{hide} document.dispatchEvent(new Event('visibilitychange'))")
     context.close()
+
+
+def test_a_page_shows_the_curves_of_the_log_that_has_taken_the_place_of_its_own(browser: Any, tmp_path: Path) -> None:
+    """As when a hive's folder was removed, and a new hive was started."""
+    first, second, port = tmp_path / "first.bombuslog", tmp_path / "second.bombuslog", free_port()
+    write_archive(first, [*story_events(STEPS)])
+    write_archive(second, [*story_events(STEPS // 2)])
+    with served(first, port) as address:
+        opened = Opened(browser, address)
+        page = opened.go("/run/main-1")
+        page.locator("[data-chart=loss] summary").press("Enter")
+        rows = page.locator("[data-chart=loss] tbody tr")
+        expect(rows).to_have_count(STEPS)
+    with served(second, port):
+        expect(rows).to_have_count(STEPS // 2, timeout=20_000)
+        page.close()
 
 
 # ---- a run with calls -----------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@
   }
 
   const isReady = document.body.dataset.ready === "yes";
-  let isCurrent = true; // whether the log was read all the time since the page was last made
+  let isCurrent = true; // whether the log was read, and we heard of it, all the time since the page was last made
   function hear(message) {
     const state = JSON.parse(message.data);
     if (!isReady) {
@@ -189,6 +189,7 @@
       if (isCurrent) refresh(); // the page says why
       isCurrent = false;
     } else if (!isCurrent || (at() === null && state.position > Number(slider.max))) {
+      if (!isCurrent) newest = 0; // it may be another log now: the charts begin anew
       isCurrent = true;
       refresh();
     } else {
@@ -199,11 +200,13 @@
   // A browser opens six connections to a server at most, for all tabs together: hidden ones have to do without.
   let stream = null;
   function follow() {
+    if (stream) isCurrent = false;
     stream?.close();
     stream = null;
     if (document.visibilityState === "hidden") return;
     stream = new EventSource("/events");
     stream.onmessage = hear;
+    stream.onerror = () => { isCurrent = false; };
   }
   document.addEventListener("visibilitychange", follow);
   follow();
