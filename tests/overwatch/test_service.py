@@ -146,6 +146,27 @@ async def test_a_gateway_that_goes_away_is_waited_for_and_no_event_is_folded_twi
             assert app.record is record, "it was not read again"
 
 
+async def test_a_longer_log_that_has_taken_the_place_of_another_is_read_from_its_beginning(
+    bus: Bus, tmp_path: Path
+) -> None:
+    """As when a hive's folder was removed, and a new hive was started."""
+    first = rolling(1).events
+    second = [msgspec.structs.replace(event, at_ns=event.at_ns + 1) for event in rolling(3).events]
+    await publish(bus, first)
+    server, port = EmbeddedServer(tmp_path), free_port()
+    server.start()
+    async with await Bus.connect(server.url, bus.subjects.hive) as other:
+        await other.ensure_streams(SMALL_STREAMS)
+        await publish(other, second)
+        async with shown(GatewayLink(f"http://127.0.0.1:{port}")) as app:
+            async with served_log(bus, port):
+                await reached(app, len(first), Link.LIVE)
+            async with served_log(other, port) as (_, follower):
+                await reached(app, len(second), Link.LIVE)
+                assert app.live.hive == follower.hive
+    await asyncio.to_thread(server.stop)
+
+
 async def test_a_hive_that_refuses_ends_the_screen_and_is_said(bus: Bus) -> None:
     keys = HiveKeys(clients={"alice": NamedKey(key="a-key-of-alice-for-tests")})
     async with played_hive(bus, keys=keys) as played, played.served() as url:

@@ -117,8 +117,13 @@ class GatewayLink(Source):
                     return
 
     async def newer(self, after: int | None, last: Stored | None = None) -> AsyncGenerator[list[Stored], None]:
-        """Yield the events that the gateway sends after a position, or from the beginning, without end."""
-        query, rest, reached = {} if after is None else {"after": str(after)}, b"", after
+        """Yield the events that the gateway sends after a position, or from the beginning, without end.
+
+        `last` is sent again, to find out whether its log is still the same. Raises `NotOnLog` if it is another one."""
+        if last is not None and last.data == UNKNOWN:
+            last = None
+        start = after if after is None or last is None else after - 1
+        query, rest, reached = {} if start is None else {"after": str(start)}, b"", start
         try:
             async with (
                 httpx.AsyncClient(**self._options) as http,
@@ -132,6 +137,11 @@ class GatewayLink(Source):
                         left_out = () if reached is None else range(reached + 1, stored.seq)
                         batch += [*(Stored(seq, "", UNKNOWN, {}, 0) for seq in left_out), stored]
                         reached = stored.seq
+                    if batch and last is not None:
+                        if batch[0].data != last.data:
+                            raise NotOnLog(f"{self.title} has another log now: it is read from its beginning")
+                        last = None
+                        del batch[0]
                     yield batch
         except httpx.HTTPError as error:
             raise self._away(error) from error
