@@ -3,7 +3,9 @@
 import asyncio
 import shutil
 import sys
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pandas
@@ -14,15 +16,20 @@ from nbclient import NotebookClient
 import bombus
 from bombus.bus import EmbeddedServer
 from bombus.config.streams import StreamLimits
+from bombus.hive import events as ev
+from bombus.hive.events import AnyEvent
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive
 from bombus.insight.charts import NoSuchFigure
 from bombus.insight.database import QueryRefused
 from bombus.insight.metrics import evaluation_metrics, step_metrics
-from bombus.insight.runs import read_runs
+from bombus.insight.runs import Runs, read_runs
 from bombus.replay.archive import FileSource
 from bombus.replay.importing import import_log
 from bombus.replay.source import NotOnLog
 from bombus.runs import HiveLog, LogRun
 from tests.insight.record import LOG
+from tests.insight.tracked import run_of
 from tests.logs.facts import TINY
 from tests.patience import PATIENCE_S
 
@@ -39,7 +46,7 @@ def run(log: HiveLog) -> LogRun:
     return log.runs["main-1"]
 
 
-def known(row: dict[str, float | None], key: str) -> dict[str, float]:
+def known(row: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != key and value is not None}
 
 
@@ -110,6 +117,23 @@ async def test_a_running_hive_and_its_folder_are_opened_like_an_archive(tmp_path
         assert running.tokens("main-1-3").equals(run.tokens("main-1-3"))
     finally:
         await asyncio.to_thread(server.stop)
+
+
+def test_a_run_stands_as_the_whole_log_says_wherever_a_compacted_log_begins() -> None:
+    events: list[AnyEvent] = [*run_of(1, []), *run_of(1, [], run=2, ends=False)]
+    after_ns = events[-1].at_ns + 1
+    events.append(ev.EngineSuspended(engine="main", at_ns=after_ns, run=2, reason="no_replica"))
+    events.append(ev.EngineResumed(engine="main", at_ns=after_ns + 1, run=2))
+    events.append(ev.EngineFailed(engine="main", at_ns=after_ns + 2, run=2, reason="boot_failed"))
+    events += run_of(1, [], run=3)
+    whole, hive, found = Runs(Hive()), Hive(), set()
+    for seq, event in enumerate(events, 1):
+        whole.note(seq, event)
+        evolve(hive, event)
+        for name, row in Runs(deepcopy(hive)).rows.items():
+            assert known(row, "") == known(whole.rows[name], ""), event
+            found.add(row["state"])
+    assert found == {"running", "stopped", "suspended", "failed"}
 
 
 def test_a_plot_is_a_chart_for_jupyter_with_a_picture_for_others(run: LogRun) -> None:

@@ -11,7 +11,7 @@ from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.records import unpack_tokens
-from bombus.hive.state import Hive
+from bombus.hive.state import EngineState, Hive, Phase
 from bombus.replay.diagnosis.answers import SampledAnswer, figures_of
 from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 from bombus.replay.logged_run import is_trained_elsewhere
@@ -55,6 +55,7 @@ class Runs:
             self._configured[state.name] = state.active or state.configured
             if state.started is not None:
                 self._begin(0, state.started)
+                self.rows[f"{state.name}-{state.started.run}"] |= _stands(state)
             self._configured[state.name] = state.configured
 
     def note(self, seq: int, event: ev.AnyEvent) -> None:
@@ -109,6 +110,14 @@ class Runs:
             f"{title} has no run of a job. Training operations and outside trainers make no steps that could be "
             "shown: `bombus replay timeline` shows what they did"
         )
+
+
+def _stands(state: EngineState) -> dict[str, Any]:
+    """Return how the newest run of an engine stands, as its row says it."""
+    if state.phase == Phase.OFFLINE:
+        reached = "failed" if state.failure else "stopped"
+        return {"state": reached, "reason": state.failure or None, "ended": state.phase_since_ns}
+    return {"state": "suspended", "reason": state.suspended} if state.suspended else {}
 
 
 async def read_runs(source: Source) -> Runs:
