@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import duckdb
 import msgspec
+import psutil
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
@@ -35,8 +37,9 @@ from bombus.replay.source import Logged, state_at
 from tests.insight.record import LOG as LETTERS
 from tests.logs.facts import TINY
 from tests.overwatch.story import chaos
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
+STARTED_S = 4.0  # of CPU, by which a query has begun
 Capture = pytest.CaptureFixture[str]
 
 
@@ -322,6 +325,18 @@ def test_a_terminal_gets_a_prompt_that_goes_on_after_a_mistake(tmp_path: Path) -
 def test_a_query_that_ctrl_c_interrupted_ends_as_what_is_typed_does() -> None:
     with pytest.raises(KeyboardInterrupt), refusing():
         raise RuntimeError("Query interrupted")  # as DuckDB does
+
+
+def test_ctrl_c_ends_a_query_of_one_long_task() -> None:
+    query = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(100000) b"
+    command = [sys.executable, "-m", "bombus", "sql", "--log", str(TINY), query]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: psutil.Process(process.pid).cpu_times().user > STARTED_S)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 130
+        finally:
+            process.kill()
 
 
 def test_a_load_is_no_part_of_a_transaction() -> None:

@@ -120,7 +120,7 @@ def _answer(database: LogDatabase, arguments: argparse.Namespace, text: str) -> 
     _load(database, arguments, database.tables_in(text) | (OF_EVENTS if arguments.database else set()))
     if not text.strip():
         return
-    with refusing():
+    with refusing(), database.interruptible():
         if arguments.out is not None:
             _write_file(arguments.out, text, database)
         elif arguments.json:

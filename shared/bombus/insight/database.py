@@ -2,7 +2,10 @@
 
 import os
 import re
+import signal
+import socket
 import tempfile
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,6 +99,28 @@ class LogDatabase:
         self._spill.cleanup()
         if self._path is not None and not self.loaded:  # as when there is no such log
             self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let Ctrl-C end queries at once, in the main thread. DuckDB looks for it only between the tasks of its
+        thread, of which one may take hours."""
+        ears, mouth = socket.socketpair()
+        mouth.setblocking(False)
+
+        def listen() -> None:
+            if ears.recv(1) == bytes([signal.SIGINT]):
+                self._connection.interrupt()
+
+        listening = threading.Thread(target=listen, daemon=True)
+        before = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+        listening.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            mouth.close()
+            listening.join()
+            ears.close()
 
     async def load(self, source: Source, wanted: Collection[str], episode: str | None = None) -> None:
         """Load those of the wanted tables that are not loaded yet; of answers and tokens, only those of `episode` if it
@@ -242,6 +267,8 @@ def refusing() -> Iterator[None]:
         raise QueryRefused("a query can neither read nor write files, or load extensions: use --out") from error
     except (duckdb.CatalogException, duckdb.BinderException) as error:
         raise QueryRefused(f"{_sentence(error)}; `bombus sql --tables` describes the tables") from error
+    except duckdb.InterruptException as error:
+        raise KeyboardInterrupt from error
     except BrokenPipeError:  # the reader of our output is gone
         raise
     except (duckdb.Error, pa.ArrowException, OSError) as error:  # an Arrow reader raises OSError
