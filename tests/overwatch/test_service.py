@@ -197,7 +197,9 @@ def test_an_event_that_only_a_newer_release_understands_is_skipped() -> None:
     assert watch.record.live.hive == Folded(rolling(0).events[:2]).live.hive
 
 
-@pytest.mark.parametrize("wrong", [b"data: <html>", b"id: x\ndata: {}", b'event: begin\ndata: {"state": ""}'])
+@pytest.mark.parametrize(
+    "wrong", [b"data: <html>", b'data: {"position": 7}', b"id: x\ndata: {}", b'event: begin\ndata: {"state": ""}']
+)
 def test_what_is_no_event_of_a_hive_is_an_error(wrong: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         read_sent(wrong)

@@ -237,6 +237,8 @@ def read_sent(block: bytes) -> tuple[int | None, Told | AnyEvent | None]:
     data = fields.get(b"data", b"")
     if b"event" in fields:
         return position, decoded(_told.decode, data)
+    if data and position is None:
+        raise msgspec.ValidationError("an event has no position; is this the address of a page, not of a gateway?")
     try:
         return position, decoded(_events.decode, data) if data else None
     except msgspec.ValidationError:
