@@ -49,10 +49,17 @@ def main(folder: Path) -> None:
     assert running["start"][0].wait(60) == 0
     os.environ[ADMIN_VARIABLE] = variables(folder / "secrets/demo/operator.env")[ADMIN_VARIABLE]
     rewards = train(gateway, STEPS)
+    assert_page_shows(services["web"], os.environ[ADMIN_VARIABLE])
     running["nats-1"][0].kill()
     running["coordinator"][0].kill()
     rewards += train(gateway, STEPS)
     sys.stdout.write(json.dumps(rewards))
+
+
+def assert_page_shows(service: Mapping[str, Any], key: str) -> None:
+    page = service["healthcheck"]["test"][-1].removesuffix("/health")
+    assert httpx.get(page).status_code == httpx.codes.UNAUTHORIZED
+    wait_until(lambda: "main-1" in httpx.get(page, headers={"Authorization": f"Bearer {key}"}).text, READY_S)
 
 
 def network(folder: Path, addresses: Mapping[str, str]) -> None:

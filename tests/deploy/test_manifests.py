@@ -106,7 +106,7 @@ def check_command(running: Running) -> int:
             return options_of(arguments).metrics_port
         case "inference":
             return settings_of(arguments).http.port
-        case "gateway":
+        case "gateway" | "web":
             return int(arguments.port)
         case "coordinator":
             return int(arguments.metrics_port)
@@ -346,7 +346,7 @@ def test_each_container_gets_the_login_of_its_service_alone_from_files_that_init
         assert [item["key"] for item in mounted["items"]] == [file.partition("=")[0] for file in of_nats]
         assert {f"secrets/{item['path']}" for item in mounted["items"]} == {file.partition("=")[2] for file in of_nats}
     users = {"coordinator": "coordinator", "gateway": "gateway", "start": "operator"}
-    users |= {"trainer-main": "trainer", "inference-main": "inference"}
+    users |= {"trainer-main": "trainer", "inference-main": "inference", "web": "web"}
     assert files == {name: [f"secrets/demo/{user}.env"] for name, user in users.items()}
     assert all((tmp_path / file).read_text().startswith(VARIABLE) for (file,) in files.values())
 

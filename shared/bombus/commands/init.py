@@ -30,6 +30,7 @@ from bombus.terminal import complain, say
 
 SERVER_CONFIG, CLUSTER_CONFIG = "nats-server.conf", "cluster.conf"
 ROUTE_PORT, ROUTE_USER = 6222, "route"
+PAGE = "web"  # which logs in as an observer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,18 +150,18 @@ def make_credentials(
 
 
 def _write_users(folder: Path, hive: str, kept: _Kept) -> Iterator[Path]:
-    """Write a file of variables for each user, and yield their paths."""
+    """Write a file of variables for each user and for the page, which has keys besides, and yield their paths."""
     is_tls = (folder / AUTHORITY).exists()
-    for user in BusUser:
+    for name, user in [*((str(user), user) for user in BusUser), (PAGE, BusUser.OBSERVER)]:
         generation = max(kept.passwords[user])
         login = f"{user_name(hive, user, generation)}:{kept.passwords[user][generation]}"
         variables = {VARIABLE: _with_login(kept.nats, login, is_tls), **tls_variables(folder)}
-        if user is BusUser.GATEWAY:
-            variables |= {name: ",".join(keys) for name, keys in kept.keys.items()}
+        if name in (BusUser.GATEWAY, PAGE):
+            variables |= {variable: ",".join(keys) for variable, keys in kept.keys.items()}
         elif user is BusUser.OPERATOR:
-            variables |= {name: keys[0] for name, keys in kept.keys.items()}
-        path = folder / hive / f"{user}.env"
-        write_private(path, "".join(f"{name}={value}\n" for name, value in variables.items()))
+            variables |= {variable: keys[0] for variable, keys in kept.keys.items()}
+        path = folder / hive / f"{name}.env"
+        write_private(path, "".join(f"{variable}={value}\n" for variable, value in variables.items()))
         yield path
 
 

@@ -34,7 +34,7 @@ def render(cluster: Cluster, jobs: Jobs) -> Mapping[str, str]:
     waits = {} if cluster.nats else {"depends_on": {host: {"condition": "service_healthy"} for host in hosts}}
     for container in found:
         services[container.name] = {**_service(cluster, container), **waits}
-        if container.kind == "gateway":
+        if container.kind in ("gateway", "web"):
             # Published on this host alone, and each gateway at a port of its own.
             last = container.port + container.count - 1
             services[container.name]["ports"] = [f"127.0.0.1:{container.port}-{last}:{container.port}"]
@@ -63,7 +63,7 @@ def _service(cluster: Cluster, container: Container) -> dict[str, Any]:
         **({"entrypoint": list(container.program)} if container.program else {}),
         "command": [_literal(word) for word in container.arguments],
         "environment": {**container.environment, **secrets},
-        "env_file": [nats.login(cluster, container.user)],
+        "env_file": [nats.login(cluster, container.login)],
         **HARDENED,
         "stop_grace_period": f"{GRACE_S}s",
         **KEEP,

@@ -25,12 +25,12 @@ from bombus.weights.models import CACHE_VARIABLE
 DATA, CONFIG_FOLDER, CLUSTER = "/data", "/etc/bombus", "cluster.yaml"
 USER = 10001  # of our images
 EVERYWHERE = "0.0.0.0"
-METRICS_PORT, REPLICA_PORT, GATEWAY_PORT = 9464, 8000, 10086
+METRICS_PORT, REPLICA_PORT, GATEWAY_PORT, PAGE_PORT = 9464, 8000, 10086, 8265
 GRACE_S = int(STOP_S) + 10  # a trainer reaches a good stopping point within `STOP_S`
 HEALTHY = "healthy"  # the program of our images that asks a URL
 _WITH_A_LOGIN = "nats://user:password@bus"  # it is not on a command line, but in a variable that the manifest sets
 START = "start"
-_KINDS = ("coordinator", "gateway", "trainer", "inference")
+_KINDS = ("coordinator", "gateway", "trainer", "inference", "web")
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +53,9 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
     reads: bool = False
 
     @property
-    def user(self) -> BusUser:
-        """Return the user of the bus as which it logs in."""
-        return BusUser.OPERATOR if self.kind == START else BusUser(self.kind)
+    def login(self) -> str:
+        """Return the name of the file of `bombus init` with its login and keys."""
+        return BusUser.OPERATOR if self.kind == START else self.kind
 
     @property
     def health(self) -> str:
@@ -76,22 +76,18 @@ def containers(cluster: Cluster) -> list[Container]:
     Raises `Refused(BAD_CONFIG)` for an engine that verl trains, as it needs an environment that no image has, and for
     two containers of the same name.
     """
-    for name, engine in cluster.engines.items():
-        if engine.trainer is not None and engine.trainer.backend != "torch":
-            raise bad_config(
-                f"engines.{name}.trainer.backend is {engine.trainer.backend}, which no image contains: use Slurm "
-                "(--to slurm), or leave the trainer out here and run it where verl is installed"
-            )
+    _check_backends(cluster)
     placed = _placed(cluster)
     ports = itertools.count(placed.metrics_port)
     parts = iter([part for engine in cluster.engines.values() for part in engine.inference if part.count])
     trainers = iter([engine.trainer for engine in cluster.engines.values() if engine.trainer is not None])
     by_folder = any(part.weights_by == "folder" for part in _trainers(cluster))
     found: list[Container] = []
-    for service in services(Layout(cluster=placed), _WITH_A_LOGIN):
+    web = cluster.web.enabled and cluster.coordinator.count > 0  # otherwise it is where the coordinators are
+    for service in services(Layout(cluster=placed, web=web), _WITH_A_LOGIN):
         if service.kind not in _KINDS:
             continue
-        more: dict[str, Any] = {"port": GATEWAY_PORT}
+        more: dict[str, Any] = {"port": placed.web.port}
         words = list(service.command[3:])  # after `python -m bombus`
         if service.kind == "coordinator":
             given = "count" in cluster.coordinator.model_fields_set  # otherwise one leads, and one stands by
@@ -105,7 +101,7 @@ def containers(cluster: Cluster) -> list[Container]:
             more = {"port": next(ports), "gpus": len(trainer.devices) or int(trainer.device != "cpu"), "writes": True}
             if trainer.processes > 1:
                 more["program"] = ("tini", "--", "python", *service.command[1:3])
-        else:
+        elif service.kind == "inference":
             part = next(parts)
             words += ["--port", str(REPLICA_PORT)]
             more = {"count": part.count, "port": REPLICA_PORT, "reads": by_folder}
@@ -121,13 +117,22 @@ def containers(cluster: Cluster) -> list[Container]:
             Container(
                 kind=service.kind,
                 name=name,
-                image=image_of(cluster, service.kind),
+                image=image_of(cluster, "all" if service.kind == "web" else service.kind),
                 arguments=tuple(words),
                 environment=environment,
                 **more,
             )
         )
     return [each for each in found if each.count]  # the others run elsewhere
+
+
+def _check_backends(cluster: Cluster) -> None:
+    for name, engine in cluster.engines.items():
+        if engine.trainer is not None and engine.trainer.backend != "torch":
+            raise bad_config(
+                f"engines.{name}.trainer.backend is {engine.trainer.backend}, which no image contains: use Slurm "
+                "(--to slurm), or leave the trainer out here and run it where verl is installed"
+            )
 
 
 def starter(cluster: Cluster) -> Container:
@@ -167,6 +172,7 @@ def _placed(cluster: Cluster) -> Cluster:
             "gateway": cluster.gateway.model_copy(
                 update={"count": 1, "host": EVERYWHERE, "port": cluster.gateway.port or GATEWAY_PORT}
             ),
+            "web": cluster.web.model_copy(update={"host": EVERYWHERE, "port": cluster.web.port or PAGE_PORT}),
             "coordinator": cluster.coordinator.model_copy(
                 update={"count": 1, "archive": f"{DATA}/archive" if cluster.coordinator.archive else ""}
             ),

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bombus.bus_address import BusUser
 from bombus.commands.init import ROUTE_PORT
 from bombus.config.cluster import Cluster, Jobs
 from bombus.config.groups import Tree, bad_config
@@ -51,8 +50,8 @@ def render(cluster: Cluster, jobs: Jobs) -> Mapping[str, str]:
     if jobs:
         files["start.yaml"] = [_start(cluster)]
     generated = [{"name": "bombus-cluster", "files": [CLUSTER]}] if jobs else []
-    users = {container.user for container in found} | ({BusUser.OPERATOR} if jobs else set())
-    secrets: list[Tree] = [{"name": _login(user), "envs": [nats.login(cluster, user)]} for user in sorted(users)]
+    logins = {container.login for container in (*found, *([starter(cluster)] if jobs else []))}
+    secrets: list[Tree] = [{"name": _login(name), "envs": [nats.login(cluster, name)]} for name in sorted(logins)]
     if not cluster.nats:
         configured = [f"{_key(path)}={nats.SECRETS}/{path}" for path in nats.configuration(cluster)]
         secrets.append({"name": "bombus-nats", "files": configured})
@@ -81,9 +80,9 @@ def _secret(name: str, secret: str, key: str) -> Tree:
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _login(user: BusUser) -> str:
-    """Return the name of the secret with a user's variables."""
-    return f"bombus-{user}"
+def _login(name: str) -> str:
+    """Return the name of the secret with a login."""
+    return f"bombus-{name}"
 
 
 def _key(path: str) -> str:
@@ -187,9 +186,10 @@ def _service(cluster: Cluster, container: Container) -> Iterable[Tree]:
         "template": {"metadata": {"labels": labels, "annotations": _scraped(container)}, "spec": pod},
     }
     yield _object("apps/v1", "Deployment", container.name, spec=spec)
-    if container.kind == "gateway":
+    if container.kind in ("gateway", "web"):
         ports = [{"name": "http", "port": container.port, "targetPort": "http"}]
         yield _object("v1", "Service", container.name, spec={"selector": labels, "ports": ports})
+    if container.kind == "gateway":
         yield _autoscaler(cluster, container)
     if container.kind == "gateway" or container.count > 1:
         yield _budget(container.name, labels)
@@ -210,7 +210,7 @@ def _container(cluster: Cluster, container: Container) -> Tree:
             *_variables(container.environment),
             *(_secret(name, KEYS, name) for name in container.secrets),
         ],
-        "envFrom": [{"secretRef": {"name": _login(container.user)}}],
+        "envFrom": [{"secretRef": {"name": _login(container.login)}}],
         "securityContext": _confined(),
         "volumeMounts": mounts,
     }
@@ -235,6 +235,8 @@ def _probes(container: Container) -> Tree:
             return {**_watched(answers("/health")), "readinessProbe": answers("/ready")}
         case "inference":
             return {**_watched({"tcpSocket": {"port": "http"}}), "readinessProbe": answers("/health")}
+        case "web":  # which asks for a key
+            return _watched({"tcpSocket": {"port": "http"}})
     return _watched(answers("/health"))
 
 

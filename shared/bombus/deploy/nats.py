@@ -5,7 +5,6 @@
 
 from pathlib import PurePath
 
-from bombus.bus_address import BusUser
 from bombus.commands.init import CLUSTER_CONFIG, SERVER_CONFIG
 from bombus.commands.init_tls import TLS_CONFIG
 from bombus.config.cluster import Cluster
@@ -29,9 +28,9 @@ def configuration(cluster: Cluster) -> list[str]:
     return [SERVER_CONFIG, CLUSTER_CONFIG, TLS_CONFIG, "accounts.conf", f"{cluster.hive}/accounts.conf"]
 
 
-def login(cluster: Cluster, user: BusUser) -> str:
-    """Return the path of the file with a user's variables, beside the manifests."""
-    return str(PurePath(SECRETS, cluster.hive, f"{user}.env"))
+def login(cluster: Cluster, name: str) -> str:
+    """Return the path of a file with a login, beside the manifests."""
+    return str(PurePath(SECRETS, cluster.hive, f"{name}.env"))
 
 
 def health(host: str = "127.0.0.1") -> str:
