@@ -67,7 +67,7 @@ async def test_a_subject_that_would_be_another_command_is_refused(nats_url: str,
 async def test_a_receiver_that_fails_is_told_of_and_gets_the_next_message(nats_url: str) -> None:
     client, got = await connected(nats_url), asyncio.Queue[tuple[str, bytes]]()
 
-    def receive(subject: str, body: bytes) -> None:
+    def receive(subject: str, _reply: str, body: bytes, _head: bytes) -> None:
         if body == b"bad":
             raise ValueError(body)
         got.put_nowait((subject, body))

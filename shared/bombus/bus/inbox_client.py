@@ -141,7 +141,7 @@ class InboxClient:
             if not answered.done():
                 answered.set_result(BusUnavailable(message.data.decode(errors="replace")))
 
-    def _on_answer(self, subject: str, body: bytes) -> None:
+    def _on_answer(self, subject: str, _reply: str, body: bytes, _head: bytes) -> None:
         answered = self._pending.get(int(subject[len(self._prefix) :]))
         if answered is None or answered.done() or not body:
             return

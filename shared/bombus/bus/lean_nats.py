@@ -27,13 +27,13 @@ from bombus.machine.certificates import trusted
 # nats-py makes its readers of TLS without saying that they are, of which asyncio warns at the end of each connection.
 logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has no effect" not in record.getMessage())
 
-Receive = Callable[[str, bytes], None]  # takes the subject and the body of a message
+Receive = Callable[[str, str, bytes, bytes], None]  # takes a message: subject, reply, body and block of headers
 
 _LINE = re.compile(r"HPUB [^ \t\r\n]+ [^ \t\r\n]+ [0-9]+ [0-9]+")
 
 
 class LeanClient(Client):  # type: ignore[misc]  # nats-py is not typed
-    """nats-py's client, with a shorter way for the messages of a publisher and for their acknowledgements.
+    """nats-py's client, with a shorter way for the messages of a publisher, and for what a process receives most.
 
     nats-py spends more on a message than encoding it takes: it looks for bad names in each header, and passes what it
     receives through a queue to a task. A login is sent only over TLS if `is_tls`.
@@ -44,14 +44,20 @@ class LeanClient(Client):  # type: ignore[misc]  # nats-py is not typed
         self._is_tls = is_tls
         self._receivers: dict[int, Receive] = {}  # by the id of a subscription
 
-    async def receive(self, subject: str, receive: Receive) -> None:
-        """Subscribe to `subject`, and call `receive` with each message, in the turn of the loop in which it arrives."""
+    async def receive(self, subject: str, receive: Receive) -> Any:
+        """Subscribe to `subject`, and call `receive` with each message, in the turn of the loop in which it arrives.
+        Return the subscription."""
+        sid = self._sid + 1  # which `subscribe` takes before it waits
+        self._receivers[sid] = receive
+        try:
+            return await self.subscribe(subject)
+        except BaseException:
+            del self._receivers[sid]
+            raise
 
-        async def receive_message(message: Any) -> None:
-            receive(message.subject, message.data)
-
-        subscription = await self.subscribe(subject, cb=receive_message)
-        self._receivers[subscription._id] = receive
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        super()._remove_sub(sid, max_msgs)
+        self._receivers.pop(sid, None)
 
     async def publish_short(self, subject: str, body: bytes, reply: str, headers: Mapping[str, str]) -> None:
         """Send what `publish` sends, for headers whose names are known to be right. Raises the same errors."""
@@ -76,7 +82,7 @@ class LeanClient(Client):  # type: ignore[misc]  # nats-py is not typed
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
         try:
-            receive(subject.decode(), data)
+            receive(subject.decode(), reply.decode(), data, headers or b"")
         except Exception as error:  # nats-py treats the errors of a subscription's callback in the same way
             await self._error_cb(error)
 

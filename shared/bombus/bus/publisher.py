@@ -207,7 +207,7 @@ class Publisher:
         except (ConnectionClosedError, ConnectionDrainingError):
             self._finish(token, entry, BusUnavailable(f"{entry.subject}: the bus is closed"))
 
-    def _on_ack(self, subject: str, body: bytes) -> None:
+    def _on_ack(self, subject: str, _reply: str, body: bytes, _head: bytes) -> None:
         token = int(subject[len(self._prefix) :])
         entry = self._waiting.get(token)
         if entry is None:

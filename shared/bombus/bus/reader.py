@@ -21,10 +21,11 @@ from bombus.bus.connection import Bus
 from bombus.bus.requests import ApiCall
 from bombus.bus.wire import (
     NO_HEADERS,
+    LazyHeaders,
     MessagePlace,
-    ReceivedMessage,
     Stored,
     decode_consumer,
+    parse_headers,
 )
 from bombus.errors import BombusError, BusUnavailable, StreamEndLost
 
@@ -127,13 +128,13 @@ class Reader:
 
     # ---- what arrives -------------------------------------------------------------------------------------------
 
-    async def _on_message(self, message: ReceivedMessage) -> None:
-        if not message.reply:
-            self._on_status(message)
+    def _on_message(self, subject: str, reply: str, data: bytes, head: bytes) -> None:
+        if not reply:
+            self._on_status(subject, head)
             return
         # $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>; newer servers have
         # <domain>.<account> after ACK.
-        tokens = message.reply.split(".")
+        tokens = reply.split(".")
         at = 3 if len(tokens) == 9 else 5
         if tokens[at] != self._consumer:
             return  # from a consumer that was abandoned
@@ -147,28 +148,27 @@ class Reader:
         seq = int(tokens[at + 2])
         if seq > self._last:
             self._last = seq
-            data = message.data
-            self._newest = Stored(seq, message.subject, data, message.headers or NO_HEADERS, int(tokens[at + 4]))
+            headers = LazyHeaders(head) if head else NO_HEADERS
+            self._newest = Stored(seq, subject, data, headers, int(tokens[at + 4]))
             self._buffer.append(self._newest)
             self._buffer_bytes += len(data)
             self._notify()
         if self._wants_more():
             self._wake.set()
 
-    def _on_status(self, message: ReceivedMessage) -> None:
-        if not message.subject.endswith(f".{self._generation}") or not self._consumer:
+    def _on_status(self, subject: str, head: bytes) -> None:
+        if not subject.endswith(f".{self._generation}") or not self._consumer:
             return
-        headers = message.headers or {}
-        status = headers.get("Status")
+        status = head.partition(b"\r\n")[0].decode().removeprefix("NATS/1.0 ")  # the code, and what it means
         self._active = True
-        if status == "100":  # heartbeat
+        if status.startswith("100"):  # heartbeat
             return
-        unused = headers.get("Nats-Pending-Messages")
-        if status in ("404", "408", "409") and unused is not None:
+        unused = parse_headers(head).get("Nats-Pending-Messages")
+        if status.startswith(("404", "408", "409")) and unused is not None:
             self._credit -= int(unused)  # the request has reached its limit of time or bytes
             self._wake.set()
             return
-        self._give_up(f"status {status} {headers.get('Description', '')}")
+        self._give_up(f"status {status}")
 
     def _connection_back(self) -> None:
         self.unsure = self._last
@@ -195,12 +195,7 @@ class Reader:
         stop_listening = self._bus.on_reconnect(self._connection_back)
         subscription: Any = None
         try:
-            subscription = await client.subscribe(
-                f"{self._inbox}.*",
-                cb=self._on_message,
-                pending_msgs_limit=4 * CREDIT_MESSAGES,
-                pending_bytes_limit=8 * self._credit_bytes(),
-            )
+            subscription = await client.receive(f"{self._inbox}.*", self._on_message)
             await self._read_backlog()
             while True:
                 await self._make_consumer()
