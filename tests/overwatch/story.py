@@ -336,6 +336,10 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
     def tell(kind: Callable[..., Event], **fields: Any) -> None:
         story.tell(kind(**story.at, run=story.run, **fields))
 
+    def boot() -> None:
+        story.run += 1  # no log has two runs of a number
+        story.boot(1)
+
     def restart() -> None:
         story.run += 1
         story.tell(ev.EngineStarted(**story.at, run=story.run, config_digest="d"))
@@ -372,7 +376,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(ev.StepFailed, step=1, trainer_epoch=1, reason="out of memory", failures=1),
         lambda: tell(ev.TrainerStalled, trainer="trainer-0", trainer_epoch=1, doing="step 1", still_s=600.0),
         lambda: story.publish(draw.randint(0, 5)),
-        lambda: story.boot(1),
+        boot,
         lambda: story.tell(ev.ReplicaLeft(**story.at, replica=replica, reason="silent")),
         lambda: tell(ev.ReplicaQuarantined, replica=replica, version=0, reason="no such folder"),
         lambda: tell(ev.SyncAgreed, client="ann"),

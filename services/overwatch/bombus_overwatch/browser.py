@@ -130,9 +130,12 @@ class Browser(Screen[None]):
         self._shown = columns, rows
         found = self.query_one(DataTable)
         found.clear(columns=True)
-        found.add_columns(*columns)
-        for key, cells in rows.items() or [("", [Text("none yet", pal.QUIET)])]:
-            found.add_row(*cells, key=key)
+        listed = rows or {"": [Text("none yet", pal.QUIET), *(Text() for _ in columns[1:])]}
+        # Textual measures columns later, and what it has drawn by then stays cut off.
+        for label, *cells in zip(columns, *listed.values(), strict=True):
+            found.add_column(label, width=max(len(label), *(cell.cell_len for cell in cells)))
+        for key, row in listed.items():
+            found.add_row(*row, key=key)
         if chosen in rows:
             found.move_cursor(row=[*rows].index(chosen))
 
