@@ -164,13 +164,14 @@ class Upstream:
     async def _choose(self, request: Generate) -> tuple[str, Replica]:
         engine, run, episode = request.engine, request.run, request.episode
 
-        def serves(hive: Hive) -> bool:
-            state = hive.engine(engine)
-            return state.run != run or bool(able(state, request))
-
         state = self._follower.hive.engine(engine)
         candidates = able(state, request)
         if not candidates:
+
+            def serves(hive: Hive) -> bool:
+                state = hive.engine(engine)
+                return state.run != run or bool(able(state, request))
+
             try:
                 await self._follower.wait_for(serves, REPLICA_WAIT_S)
             except TimeoutError:
@@ -185,9 +186,11 @@ class Upstream:
                 f"No inference replica serves version {state.version} of engine {engine}{form} right now; try again."
                 f"{why}",
             )
-        now = time.monotonic()
-        reachable = {name: found for name, found in candidates.items() if self._avoid.get(name, 0.0) < now}
-        return best(reachable or candidates, self._running, episode)
+        if self._avoid and len(candidates) > 1:
+            now = time.monotonic()
+            reachable = {name: found for name, found in candidates.items() if self._avoid.get(name, 0.0) < now}
+            candidates = reachable or candidates
+        return best(candidates, self._running, episode)
 
 
 def dropped_too_often(adapter: str) -> Refused:
@@ -209,6 +212,8 @@ def able(engine: EngineState, request: Generate) -> dict[str, Replica]:
 def best(candidates: dict[str, Replica], running: Counter[str], episode: str) -> tuple[str, Replica]:
     """Return the episode's home (found by rendezvous hashing), or the least busy replica if the home is full or much
     busier."""
+    if len(candidates) == 1:
+        return next(iter(candidates.items()))
     home = max(candidates, key=lambda name: _affinity(name, episode))
     least_busy = min(candidates, key=lambda name: running[name] / max(1, candidates[name].capacity))
     full = running[home] >= candidates[home].capacity
