@@ -33,6 +33,20 @@ def test_a_frame_of_an_older_replica_is_read() -> None:
     assert frame == Finished(reason="stop", cached_prompt_tokens=7)
 
 
+def test_frames_are_the_same_wherever_the_bytes_are_cut() -> None:
+    sent: list[Frame] = [
+        Tokens(version=3, tokens=pack_tokens([4]), logprobs=pack_logprobs([-0.5])),
+        Tokens(version=3, tokens=pack_tokens([5]), logprobs=pack_logprobs([-0.5])),
+        Finished(reason="length"),
+    ]
+    whole = b"".join(map(encode_frame, sent))
+    for cut in range(len(whole) + 1):
+        reader = FrameReader()
+        assert [*reader.feed(whole[:cut]), *reader.feed(whole[cut:]), *reader.feed(whole)] == [*sent, *sent]
+    reader = FrameReader()
+    assert [frame for byte in whole for frame in reader.feed(bytes([byte]))] == sent
+
+
 def test_scores_of_a_prompt_travel_as_frames_among_others() -> None:
     sent: list[Frame] = [
         PromptScores(

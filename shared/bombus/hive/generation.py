@@ -168,16 +168,23 @@ class FrameReader:
         Raises `ValueError` for a frame over the size limit, and `msgspec.MsgspecError` for a frame that cannot be
         decoded.
         """
-        self._buffer += data
-        start = 0
-        while len(self._buffer) - start >= _header.size:
-            (length,) = _header.unpack_from(self._buffer, start)
-            if length > FRAME_BYTES_MAX:
-                raise ValueError(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")
-            end = start + _header.size + length
-            if len(self._buffer) < end:
-                break
-            yield decoded(_frames.decode, memoryview(self._buffer)[start + _header.size : end])
-            start = end
-        if start:
-            del self._buffer[:start]
+        kept = self._buffer
+        kept += data if kept else b""
+        buffer = kept or data  # most portions are whole frames, which need not be put together
+        at, size, head = 0, len(buffer), _header.size
+        try:
+            while size - at >= head:
+                (length,) = _header.unpack_from(buffer, at)
+                if length > FRAME_BYTES_MAX:
+                    raise ValueError(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")
+                end = at + head + length
+                if size < end:
+                    break
+                yield _frames.decode(buffer[at + head : end])
+                at = end
+        except (UnicodeDecodeError, RecursionError) as error:  # as in `decoded`, which costs as much as a frame
+            raise msgspec.DecodeError(str(error)) from error
+        if kept:
+            del kept[:at]
+        else:
+            kept += data[at:]
